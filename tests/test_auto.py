@@ -105,8 +105,9 @@ def test_a_classifier_with_checkpoints_and_resume(tmp_path, plan):
 
 
 COLUMNS = (("*.up.*", "tp: Shard(0)"), ("*.down.weight", "tp: Shard(1)"), ("wte.weight", "tp: Shard(0)"))
+SUMS = (("*.down", "tp: Shard(1)"),)
 LANGUAGE_PLANS = [
-    {"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 2, "placements": COLUMNS}, {"dp": 2, "zero": 1, "recompute": "full"},
+    {"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 2, "placements": COLUMNS, "outputs": SUMS}, {"dp": 2, "zero": 1, "recompute": "full"},
     {"dp": 2, "tp": 2, "zero": 2, "placements": COLUMNS},
 ]  # fmt: skip
 

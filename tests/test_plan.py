@@ -106,6 +106,7 @@ def any_plan(draw: random.Random) -> Plan:
         ep=draw.choice([n for n in (1, 2) if dp % n == 0]), per_host=draw.choice([0, 4, 8]),
         stages=draw.choice([(), tuple(draw.randint(1, 5) for _ in range(pp * virtual))]),
         placements=draw.choice([(), (("*.q", "tp: Shard(0)"), ("é\"*", "dp: Replicate(), tp: Shard(1)"))]),
+        outputs=draw.choice([(), (("é\"*", "tp: Replicate()"), ("*.up", "tp: Shard(1)"))]),
         recompute_blocks=draw.choice([0, 2]) if recompute != "none" else 0, microbatch=draw.randint(1, 9),
         microbatches=draw.randint(1, 99), sequence_parallel=draw.random() < 0.5, parameters=draw.choice(["float32", "bfloat16"]),
         gradients=draw.choice(["float32", "bfloat16"]), compute=draw.choice(["float8_e4m3fn", "bfloat16", "tfloat32"]),
@@ -129,11 +130,11 @@ def test_json_and_back_is_the_same_plan(tmp_path) -> None:
 def test_every_field_is_written_told_apart_and_described() -> None:
     other: dict[str, Any] = {
         "dp": 8, "tp": 2, "cp": 2, "pp": 4, "ep": 2, "per_host": 4, "placements": (("*", "tp: Shard(0)"),),
-        "sequence_parallel": True, "schedule": "BFS", "virtual": 2, "stages": (1,) * 8, "microbatch": 2, "microbatches": 8,
-        "zero": 1,
-        "replicas": 2, "recompute": "full", "recompute_blocks": 1, "parameters": "float16", "gradients": "float16",
-        "states": "bfloat16", "compute": "float16", "master": False, "offload": True, "compiled": True, "overlap": False,
-        "overlap_tp": True, "overlap_pp": False, "partial_sends": True,
+        "outputs": (("*.up", "tp: Shard(1)"),), "sequence_parallel": True, "schedule": "BFS", "virtual": 2,
+        "stages": (1,) * 8, "microbatch": 2, "microbatches": 8, "zero": 1, "replicas": 2, "recompute": "full",
+        "recompute_blocks": 1, "parameters": "float16", "gradients": "float16", "states": "bfloat16", "compute": "float16",
+        "master": False, "offload": True, "compiled": True, "overlap": False, "overlap_tp": True, "overlap_pp": False,
+        "partial_sends": True,
     }  # fmt: skip
     assert [*other] == [field.name for field in fields(Plan)]
     told = Plan().diff(Plan(**other))

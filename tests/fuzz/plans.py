@@ -68,11 +68,21 @@ def drawn(seed: int, ranks: int, name: str = "") -> tuple[str, oc.Plan]:
             ways = [d for d, size in enumerate(parameter.shape) if size >= tp]
             if ways:
                 placements.append((path, f"tp: Shard({draw.choice(ways)})"))
+    outputs = _outputs(random.Random(-seed - 1), model, tp)
     plan = oc.Plan(
-        dp=dp, tp=tp, per_host=0, zero=zero, replicas=replicas, recompute=again, placements=tuple(placements),
+        dp=dp, tp=tp, per_host=0, zero=zero, replicas=replicas, recompute=again, placements=tuple(placements), outputs=outputs,
         parameters="float32", compute="float32",
     )  # fmt: skip
     return name, _pipelined(draw, plan, pp) if recorded else plan
+
+
+def _outputs(draw: random.Random, model: nn.Module, tp: int) -> tuple[tuple[str, str], ...]:
+    """How some modules' outputs lie."""
+    names = [name for name, _ in model.named_modules() if name]
+    if tp == 1 or draw.random() < 0.4:
+        return ()
+    ways = ("tp: Shard(0)", "tp: Shard(1)", "tp: Shard(1)", "tp: Shard(2)", "tp: Replicate()")
+    return tuple((name, draw.choice(ways)) for name in names if draw.random() < 0.4)
 
 
 def _divisors(ranks: int) -> list[int]:

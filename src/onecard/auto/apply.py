@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import gc
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from onecard.errors import PlanError
 from onecard.machine.cost import MACHINE, Machine
 from onecard.place.mesh import ProcessMesh
 from onecard.planning.fold import blocks_of
+from onecard.planning.placements import hold_outputs, names_of, strange
 from onecard.planning.placements import placed as placed_by
 from onecard.planning.plan import Plan
 from onecard.planning.search.api import plan as search
@@ -77,12 +77,14 @@ class Applied:
 
     def model(self, model: nn.Module, placed: bool = True) -> Entrance:
         """Lay a model out, and divide what it is called with; ``placed``: its parameters by the plan's placements."""
-        patterns = self.plan.placements if placed else ()
-        check_names(model, patterns)
+        patterns, outputs = (self.plan.placements, self.plan.outputs) if placed else ((), ())
+        if placed:
+            check_names(model, self.plan)
         again = _blocks(model)[: self.plan.recompute_blocks or None] if self.plan.recompute == "full" else []
         lay_out(model, self.mesh, lambda name: placed_by(patterns, name, self.mesh.dim_names), staged=self.plan.pp > 1)
         for block in again:  # their forward runs again in backward
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(runs_of, block))
+        hold_outputs(outputs, model)
         entrance = Entrance(self.mesh, self.batch_axes)
         if self.batch_axes:
             entrance.before(model)
@@ -112,19 +114,19 @@ def check(plan: Plan, ranks: int, beside: Collection[str] = ()) -> None:
             raise PlanError(f"parallelize: {field}={getattr(plan, field)!r}: {why}", field)
 
 
-def check_names(model: nn.Module, patterns: Iterable[tuple[str, str]]) -> None:
-    """Whether each pattern of a plan's placements is of some parameter.
+def check_names(model: nn.Module, plan: Plan) -> None:
+    """Whether each pattern of a plan's placements is of some parameter, and each of its outputs of some module.
 
     Raises:
         PlanError: the plan was made for another program.
     """
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern, _ in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+    for field, names in names_of(model).items():
+        if pattern := strange(getattr(plan, field), names):
+            what = "parameter" if field == "placements" else "module"
             raise PlanError(
-                f"parallelize: the plan's placements name {pattern!r}, and {type(model).__name__} has no such parameter: it was "
+                f"parallelize: the plan's {field} name {pattern!r}, and {type(model).__name__} has no such {what}: it was "
                 f"made for another program; this one has {', '.join(names[:4])}{', ...' * (len(names) > 4)}",
-                "placements",
+                field,
             )
 
 

@@ -24,7 +24,7 @@ from onecard.engine.with_plan import config_of
 from onecard.errors import EngineError
 from onecard.place.mesh import ProcessMesh
 from onecard.planning.machine_file import this_machine
-from onecard.planning.placements import placed
+from onecard.planning.placements import hold_outputs, placed
 from onecard.planning.search.api import plan
 from onecard.planning.search.plans import Plans
 from onecard.tensor import DistTensor
@@ -91,6 +91,7 @@ def apply(engine: Any, found: Plans, optimizers: Any) -> None:
         sizes = [(name, size) for name, size in sizes if size > 1]
         mesh = ProcessMesh(np.arange(best.world).reshape([size for _, size in sizes]), [name for name, _ in sizes])
         lay_out(engine.model, mesh, optimizers, lambda name: placed(best.placements, name, mesh.dim_names))
+        hold_outputs(best.outputs, engine.model)
     for section in ("sharding", "pipeline", "recompute", "gradient_merge"):
         if not getattr(strategy, section).enable and config[section]["enable"]:
             getattr(strategy, section).update(config[section])

@@ -16,6 +16,7 @@ MEANS = {
     "ep": "ranks of expert parallelism",
     "per_host": "ranks on a host",
     "placements": "placements by name",
+    "outputs": "outputs of modules by name",
     "sequence_parallel": "sequence divided between the layers that tp divides",
     "schedule": "order of the pipeline's work",
     "virtual": "stages of each rank",
@@ -66,6 +67,7 @@ def page(plan: Any) -> str:
         lines += [("recompute", f"backward computes {_AGAIN[plan.recompute]} again{of}")]
     lines += [("computes", _computes(plan))]
     lines += [(f"{pattern}", placements) for pattern, placements in plan.placements]
+    lines += [(f"{pattern}", f"its output lies {placements}") for pattern, placements in plan.outputs]
     wide = max(len(name) for name, _ in lines)
     return "\n".join([title, *(f"  {name:<{wide}}  {text}" for name, text in lines)])
 
@@ -90,6 +92,7 @@ def _within(plan: Any) -> str:
     parts = []
     if plan.tp > 1:
         way = "sequence parallel" if plan.sequence_parallel else "the sequence whole between layers"
+        way = "activations between layers as the outputs below" if plan.outputs else way
         parts += [f"tensors over {plan.tp} ranks, {way}"]
     if plan.cp > 1:
         parts += [f"attention over {plan.cp} parts of a sequence"]

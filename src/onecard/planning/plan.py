@@ -38,6 +38,8 @@ class Plan:
         per_host: ranks on one host; 0 if all are on one.
         placements: (pattern of parameters' names, placements by mesh axis), such as ("*.q_proj.weight", "tp: Shard(0)"); the
             first pattern that fits counts; empty for programs whose layers say it themselves.
+        outputs: (pattern of modules' names, how their outputs lie), such as ("blocks.*.mlp", "tp: Shard(1)"): there a sum over tp
+            is divided, and what comes behind it works on a part: sequence parallelism of programs whose layers do not say it.
         sequence_parallel: between the layers that tp divides, each rank has its part of the sequence.
         schedule: the pipeline's, by its name in ``onecard.pipeline``; virtual: stages of each rank.
         stages: how many blocks each stage has, virtual ones in the order of the model; empty: as equal as can be.
@@ -86,6 +88,7 @@ class Plan:
     ep: int = 1
     per_host: int = 8
     placements: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
     schedule: str = "1F1B"
     virtual: int = 1
@@ -124,7 +127,8 @@ class Plan:
         self._check_replicas(want)
         self._check_schedule(want)
         self._check_stages(want)
-        self._check_placements(want)
+        self._check_named(want, "placements", "parameters", "such as (('*.q_proj.weight', 'tp: Shard(0)'),)")
+        self._check_named(want, "outputs", "outputs of modules", "such as (('blocks.*.mlp', 'tp: Shard(1)'),)")
         if self.recompute_blocks and self.recompute == "none":
             raise want.stop("recompute_blocks", "nothing is computed again; give recompute='full' too")
         if self.parameters in ("float32", "float64"):
@@ -178,19 +182,18 @@ class Plan:
         if self.stages and not any(self.stages):
             raise want.stop("stages", "no stage has a block; leave stages empty")
 
-    def _check_placements(self, want: Fields) -> None:
-        example = "such as (('*.q_proj.weight', 'tp: Shard(0)'),)"
-        given = self.placements
+    def _check_named(self, want: Fields, field: str, of: str, example: str) -> None:
+        given = getattr(self, field)
         if not isinstance(given, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
-            raise want.stop("placements", f"want pairs of a pattern and placements, {example}")
+            raise want.stop(field, f"want pairs of a pattern and placements, {example}")
         for pair in given:
             pattern, text = pair
             if not isinstance(pattern, str) or not isinstance(text, str) or not pattern:
-                raise want.stop("placements", f"{pair!r} is no pair of a pattern and placements, {example}")
+                raise want.stop(field, f"{pair!r} is no pair of a pattern and placements, {example}")
             parts = _PLACEMENTS.findall(text)
             axes = [axis for axis, _ in parts]
             if _PLACEMENTS.sub("", text).strip() or not parts or len(set(axes)) < len(axes) or not {*axes} <= {*AXES}:
-                raise want.stop("placements", f"{text!r} (of {pattern!r}) does not say how parameters lie; write an axis ("
+                raise want.stop(field, f"{text!r} (of {pattern!r}) does not say how {of} lie; write an axis ("
                                 f"{', '.join(AXES)}) with Shard(dim) or Replicate(), {example}")  # fmt: skip
 
     @property

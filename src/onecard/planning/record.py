@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from onecard.planning.decoder import build
 from onecard.planning.fold import Folded, face, fold
 from onecard.planning.job import PieceCost
 from onecard.planning.pieces import Pieces
-from onecard.planning.placements import place_by_name, placements_of
+from onecard.planning.placements import hold_outputs, names_of, place_by_name, placements_of, strange
 from onecard.planning.placements import where as _where
 from onecard.planning.plan import Plan
 from onecard.planning.transformer import Transformer
@@ -195,6 +194,7 @@ def _of_blocks(given: Any, plan: Plan, batch: Any, loss: Loss | None, all_stay: 
         if not fleets:
             mesh = ProcessMesh(_grid(dp, plan.tp), ["dp", "tp"])
             model = shard_layer(model, mesh, partial(place_by_name, plan.placements, _names(folded)))
+            hold_outputs(plan.outputs, model, _names(folded))
             rows = [tree_map(partial(_divided, mesh=mesh), part) for part in rows]
         if not any(p.requires_grad for p in model.parameters()):
             raise PlanError(
@@ -322,14 +322,12 @@ def _grid(dp: int, tp: int) -> list[list[int]]:
 
 
 def _check_fits(model: nn.Module, plan: Plan) -> None:
-    """Each pattern is of some parameter: a name with a mistake in it would divide nothing, without a word."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern, _ in plan.placements:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+    """Each pattern is of some parameter, or of some module."""
+    for field_, names in names_of(model).items():
+        if pattern := strange(getattr(plan, field_), names):
             near = get_close_matches(pattern.strip("*."), names, 3, 0.0)
-            raise PlanError(
-                f"placements: {pattern!r} fits no parameter; there are {', '.join(near)}, ...", "placements"
-            )
+            what = "parameter" if field_ == "placements" else "module"
+            raise PlanError(f"{field_}: {pattern!r} fits no {what}; there are {', '.join(near)}, ...", field_)
 
 
 def _again(model: nn.Module, folded: Sequence[Folded]) -> None:

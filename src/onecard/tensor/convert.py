@@ -5,7 +5,8 @@ All are differentiable. None changes a value: only where its parts are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from onecard.comm.agree import check, sparse_check
+from onecard.comm.base.state import Kept
 from onecard.comm.issue import groups
 from onecard.comm.world import world
 from onecard.errors import LayoutError
@@ -23,6 +25,27 @@ from onecard.tensor import watched
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies, wrap
 from onecard.tensor.moves import FromLocal, Reshard, ShardTensor, ToLocal, Unshard, distribute, to_mesh
 from onecard.tensor.spec import Spec, contiguous_stride
+
+_watchers: Kept[list[Callable[[Tensor, Tensor], None]]] = Kept(list)
+
+
+@contextmanager
+def telling(watcher: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Inside, a function is told of each value that a program lays out, reshards or makes whole: as it was, and as it lies now.
+
+    To operators, and whoever watches them, these are two tensors that have nothing to do with each other.
+    """
+    _watchers.here.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.here.remove(watcher)
+
+
+def _told(x: Tensor, made: Any) -> Any:
+    for watcher in _watchers.here:
+        watcher(x, made)
+    return made
 
 
 def shard_tensor(
@@ -78,9 +101,9 @@ def shard_tensor(
         made = distribute(tensor.detach(), layout, src)
         return torch.nn.Parameter(made, data.requires_grad if requires_grad is None else requires_grad)  # type: ignore[return-value]
     if tensor.requires_grad and requires_grad is not False:
-        return ShardTensor.apply(tensor, layout, src)
-    made = distribute(tensor.detach(), layout, src)
-    return made.requires_grad_() if requires_grad else made  # type: ignore[return-value]
+        return _told(tensor, ShardTensor.apply(tensor, layout, src))
+    made = _told(tensor, distribute(tensor.detach(), layout, src))
+    return made.requires_grad_() if requires_grad else made
 
 
 def _layout(call: str, x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> Layout:
@@ -230,10 +253,10 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement], a
         return shard_tensor(x, mesh, placements)
     layout = _layout("reshard", x, mesh, placements)
     if mesh is not x.mesh:
-        return to_mesh(x, layout)
+        return _told(x, to_mesh(x, layout))
     if layout is x._spec.layout:
         return x
-    return Reshard.apply(x, layout, async_op)
+    return _told(x, Reshard.apply(x, layout, async_op))
 
 
 def unshard(x: Tensor) -> Tensor:
@@ -255,7 +278,7 @@ def unshard(x: Tensor) -> Tensor:
         tensor([1., 2.])
     """
     if isinstance(x, DistTensor):
-        return Unshard.apply(x)
+        return _told(x, Unshard.apply(x))
     return x
 
 

@@ -161,7 +161,7 @@ def _divides(plan: Plan) -> tuple[Any, ...]:
     """How much a plan divides and does again: of two that are alike, the smaller is taken."""
     return (
         plan.pp, plan.cp, plan.tp, plan.virtual, plan.recompute != "none", plan.zero, plan.replicas, plan.microbatches,
-        plan.recompute_blocks, plan.stages, plan.schedule, plan.recompute, plan.placements,
+        plan.recompute_blocks, plan.stages, plan.schedule, plan.recompute, plan.placements, plan.outputs,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""How a plain model's parameters lie along tp: found over the factors of its operators' rules, exactly.
+"""How a plain model's parameters and activations lie along tp: found over the factors of its operators' rules, exactly.
 
 Each operator of forward may cut any factor that its rule leaves free, or do all of its work on every rank; each tensor may come
 to lie otherwise between two of them, at the price of a message forward, and one backward. What is cheapest together is found by
@@ -11,6 +11,7 @@ import fnmatch
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -25,6 +26,7 @@ from onecard.planning.pieces import Pieces
 from onecard.planning.plan import Plan
 from onecard.planning.search.eliminate import Problem
 from onecard.planning.search.kinds import FIRST, NEVER, PENDING, READ, WHOLE, Costs
+from onecard.planning.search.outputs import Lies, outputs_of, patterns_of
 from onecard.planning.state import TrainingState
 from onecard.rules.decide import strategies
 from onecard.rules.registry import find
@@ -36,6 +38,9 @@ BACK = 2.0
 """What backward takes beside forward: a product has two gradients."""
 SCARCE = 1000.0
 """By how much more what a rank keeps counts where memory is scarce."""
+WEIGHTS = ((1.0, 0.0), (1.0, 3.0), (SCARCE, 0.0), (SCARCE, SCARCE))
+"""Of parameters and their states, and of what forward keeps for backward, in times that a rank copies it: for time alone; less is
+kept where no more is sent for it (a sum is divided, and gathered later); and where memory is scarce, for either and for both."""
 SMALL = 2**14
 """Elements of a parameter that is too small for that."""
 
@@ -58,24 +63,29 @@ def placements_for(
     machine: Machine,
     plan: Plan,
     pins: Mapping[str, str] | None = None,
-) -> list[Placements]:
-    """Placements of parameters along tp, by name: those of least time, and those of least memory if they are others.
+) -> list[tuple[Placements, Placements]]:
+    """Placements along tp, by name: of parameters, and of the outputs of modules that do not lie as their operators leave them;
+    those of least time, and those of less memory if they are others.
 
     Args:
         pieces: forward and backward on one card; folded: the blocks that were left out of them.
         model: whole, for its names. ranks: along tp. plan: the other axes. pins: placements that are given, by name.
 
     Returns:
-        None where nothing is gained by tp.
+        Nothing where nothing is gained by tp.
     """
     line = AxisLine("tp", machine, ranks, 1, plan.per_host)
-    found: list[Placements] = []
-    for weight in (1.0, SCARCE):
-        pinned = {name: FIRST + int(text.split("(")[1][:-1]) for name, text in (pins or {}).items()}
-        kinds = _Placing(pieces, Costs(line, plan.microbatches), machine, plan, weight, pinned, folded).solve()
+    found: list[tuple[Placements, Placements]] = []
+    pinned = {name: FIRST + int(text.split("(")[1][:-1]) for name, text in (pins or {}).items()}
+    for weights in WEIGHTS:
+        placing = _Placing(pieces, Costs(line, plan.microbatches), machine, plan, *weights, pinned, folded)
+        kinds, lies = placing.solve()
         named = _named(kinds, folded, model)
-        if named and named not in found:
-            found.append(named)
+        outputs = patterns_of(outputs_of(pieces, lies), partial(_pattern, folded=folded), model) if named else ()
+        # What the dispatcher makes of the parameters by itself may be better than what the problem knows of it: the price tells.
+        for each in dict.fromkeys((outputs, ())) if named else ():
+            if (named, each) not in found:
+                found.append((named, each))
     return found
 
 
@@ -88,12 +98,14 @@ class _Placing:
     machine: Machine
     plan: Plan
     weight: float
+    weight_kept: float
     pinned: Mapping[str, int]
     folded: Sequence[Folded]
     problem: Problem = field(default_factory=Problem)
     at: dict[fx.Node, int] = field(
         default_factory=dict
     )  # the variable of a tensor: how it lies once it is made and moved
+    made: dict[fx.Node, tuple[int, Sequence[int]]] = field(default_factory=dict)  # and how it was made
     may: dict[fx.Node, list[int]] = field(default_factory=dict)
     parameters: dict[fx.Node, tuple[str, int, list[int]]] = field(default_factory=dict)
 
@@ -133,7 +145,16 @@ class _Placing:
             for kind, cost in zip(made, each, strict=True)
         ]
         maker = self.problem.variable(len(made)) if maker is None else maker
+        self.made[node] = maker, made
         self.problem.add((maker, self.at[node]), table)
+        if (
+            self.weight_kept
+            and size_of(node) >= SMALL
+            and any(user in self.pieces.at and not self.pieces.is_forward(user) for user in node.users)
+        ):
+            whole = scale * self.weight_kept * self.machine.copy(size_of(node))
+            share = [1 / self.costs.line.count if kind >= FIRST else 1.0 for kind in self.may[node]]
+            self.problem.add((self.at[node],), [whole * part for part in share])
 
     def _parameter(self, node: fx.Node, name: str, trained: bool) -> None:
         """Whole or divided: what a rank keeps it updates, and sums over dp."""
@@ -248,13 +269,26 @@ class _Placing:
 
     # -- the solution ----------------------------------------------------------------------------------------------------
 
-    def solve(self) -> dict[str, int]:
-        """The kind of each parameter by its name in the folded model; empty if none is divided, or it is too large a problem."""
+    def solve(self) -> tuple[dict[str, int], dict[fx.Node, Lies]]:
+        """The kind of each parameter by its name in the folded model, and how each tensor of forward lies.
+
+        Nothing if no parameter is divided, or it is too large a problem.
+        """
         found = self.problem.solve()
         if found is None or found[0] == NEVER:
-            return {}
-        kinds = {name: ways[found[1][variable]] for name, variable, ways in self.parameters.values()}
-        return kinds if any(kind >= FIRST for kind in kinds.values()) else {}
+            return {}, {}
+        chosen = found[1]
+        kinds = {name: ways[chosen[variable]] for name, variable, ways in self.parameters.values()}
+        if all(kind < FIRST for kind in kinds.values()):
+            return {}, {}
+        divided = {node for node, (_, variable, ways) in self.parameters.items() if ways[chosen[variable]] >= FIRST}
+        lies = {}
+        for node, (maker, made) in self.made.items():
+            if node.op != "placeholder":
+                given = node.all_input_nodes[0] if node.target is operator.getitem else node
+                by_parameter = any(x in divided for x in given.all_input_nodes)
+                lies[node] = Lies(made[chosen[maker]], self.may[node][chosen[self.at[node]]], by_parameter)
+        return kinds, lies
 
 
 def _kind(layout: Layout) -> int | None:

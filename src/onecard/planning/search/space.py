@@ -114,7 +114,8 @@ class Space:
         """Groups like this one that take less memory and no less time: with what backward may compute again, or with smaller
         microbatches where there is no pipeline that has to be filled."""
         if group.pp == 1 and not {"microbatch", "microbatches"} & self.fixed.keys() and group.microbatch % 2 == 0:
-            yield replace(group, microbatch=group.microbatch // 2, microbatches=group.microbatches * 2)
+            fewer = replace(group, microbatch=group.microbatch // 2, microbatches=group.microbatches * 2)
+            yield self.subject.with_rows(fewer, self.machine)
         if "recompute" not in self.fixed and group.recompute == "none":
             for again in self.subject.recompute:
                 if again != "none":

@@ -38,6 +38,7 @@ class PlanSubject:
         base: a plan of one rank with the precision that the job has.
         recompute: what may be computed again.
         pinned: placements that the user gave; () to have them found, but for ``marks``: those of distributed parameters.
+        outputs: those that the user gave; None to have them found.
     """
 
     rows: int
@@ -46,6 +47,7 @@ class PlanSubject:
     recompute: tuple[Recompute, ...]
     pinned: Placements = ()
     marks: Placements = ()
+    outputs: Placements | None = None
     known: dict[Key, RecordedModel] = field(default_factory=dict)
 
     def sequence(self) -> int:
@@ -83,6 +85,10 @@ class PlanSubject:
     def placed(self, plan: Plan, machine: Machine) -> list[Plan]:
         """The plan with the placements that a plain model needs for its degree of tensor parallelism."""
         return [plan]
+
+    def with_rows(self, plan: Plan, machine: Machine) -> Plan:
+        """A plan that got another number of rows: what lay over them may not be divided now."""
+        return plan
 
     def key(self, plan: Plan) -> Key:
         """Plans of one key are of one recording."""
@@ -186,7 +192,7 @@ class OfModule(PlanSubject):
     model: nn.Module | Callable[[], nn.Module]
     batch: tuple[Any, ...]
     loss: Loss | None
-    names: dict[int, list[Placements]] = field(default_factory=dict)
+    names: dict[tuple[int, bool], list[tuple[Placements, Placements]]] = field(default_factory=dict)
 
     def microbatches(self, dp: int, pp: int) -> list[int]:
         """Without a pipeline the rows need not be divided evenly."""
@@ -209,13 +215,28 @@ class OfModule(PlanSubject):
 
     def placed(self, plan: Plan, machine: Machine) -> list[Plan]:
         if plan.tp == 1 or plan.placements:
-            return [plan]
-        if plan.tp not in self.names:
+            return [replace(plan, outputs=self.outputs or ())]
+        names = self._names(plan, machine)
+        if self.outputs is not None:
+            names = [(found, self.outputs) for found in dict.fromkeys(found for found, _ in names)]
+        return [replace(plan, placements=found, outputs=outputs) for found, outputs in names]
+
+    def _names(self, plan: Plan, machine: Machine) -> list[tuple[Placements, Placements]]:
+        """Found once for all numbers of rows that tp divides, and for all others."""
+        key = plan.tp, plan.microbatch % plan.tp == 0
+        if key not in self.names:
             one = replace(self.base, microbatch=plan.microbatch)
             known = recorded(self.model, one, self.batch, self.loss)
-            names = placements_for(known.pieces, known.folded, self._module(), plan.tp, machine, plan, dict(self.marks))
-            self.names[plan.tp] = names
-        return [replace(plan, placements=found) for found in self.names[plan.tp]]
+            found = placements_for(known.pieces, known.folded, self._module(), plan.tp, machine, plan, dict(self.marks))
+            self.names[key] = found
+        return self.names[key]
+
+    def with_rows(self, plan: Plan, machine: Machine) -> Plan:
+        if plan.tp == 1 or not plan.outputs or self.outputs is not None:
+            return plan
+        names = self._names(plan, machine)
+        mine = [outputs for found, outputs in names if found == plan.placements] or [outputs for _, outputs in names]
+        return replace(plan, outputs=plan.outputs if plan.outputs in mine or not mine else mine[0])
 
     def _module(self) -> nn.Module:
         return self.model if isinstance(self.model, nn.Module) else self.model()
@@ -258,7 +279,8 @@ def subject_of(model: Any, batch: Any, loss: Any, fixed: dict[str, Any]) -> Plan
     layers, folds = _blocks(made)
     return OfModule(
         rows=len(first), layers=layers, base=base, recompute=("none", "full") if folds else ("none",),
-        pinned=tuple(fixed.get("placements", ())), marks=_marks(made), model=model, batch=parts, loss=as_function(loss),
+        pinned=tuple(fixed.get("placements", ())), outputs=fixed.get("outputs"), marks=_marks(made), model=model, batch=parts,
+        loss=as_function(loss),
     )  # fmt: skip
 
 

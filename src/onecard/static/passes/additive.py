@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from onecard.static.passes.row_gradients import Passes
 from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
 from onecard.static.passes.row_numbers import SCALES, TERMS, is_real, value_of
 from onecard.static.passes.shadows import Shadows
+from onecard.tensor.convert import telling
 from onecard.tensor.dispatch.build import meta_of
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -58,6 +60,8 @@ class Additive(DispatchMode):
             self._keep(x, Kind(ROWS, size=self.rows))
 
     def __enter__(self) -> Additive:
+        self._told = ExitStack()
+        self._told.enter_context(telling(self._moved))
         self.passes.__enter__()
         super().__enter__()
         return self
@@ -65,6 +69,7 @@ class Additive(DispatchMode):
     def __exit__(self, *fault: Any) -> None:
         super().__exit__(*fault)
         self.passes.__exit__(*fault)
+        self._told.close()
 
     @property
     def unsure(self) -> bool:
@@ -115,6 +120,14 @@ class Additive(DispatchMode):
         if isinstance(x, DistTensor) and kind.how != PLACES and (here := _scaled(kind, x.shape, x._local.shape)):
             self.known[x._local] = here  # for what makes it a plain tensor, and for layers that run on parts
             self.kinds.lengths |= {here.size} if here.how == ROWS else set()
+
+    def _moved(self, x: Tensor, now: Tensor) -> None:
+        """A value that comes to lie otherwise has the same rows."""
+        if x is now or not self.rows or in_backward():
+            return
+        with no_dispatch(), torch.no_grad():
+            if (kind := self._kind_of(x)) is not None:
+                self._now(now, kind, False)
 
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]

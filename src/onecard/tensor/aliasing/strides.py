@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from onecard._torch.names import no_dispatch
 from onecard.tensor.spec import Spec
 
 LIMIT = 4096  # specs of which each of these is known
@@ -64,7 +65,8 @@ def named(local: Tensor, spec: Spec) -> Tensor:
 @lru_cache(LIMIT)
 def own_stride(spec: Spec) -> tuple[int, ...]:
     """Strides of a tensor's value in memory of its own: those that ``clone`` gives on one card."""
-    return torch.empty_like(spec.meta()).stride()
+    with no_dispatch():  # asked once: whoever writes a step down would have it in the first one, and in no other
+        return torch.empty_like(spec.meta()).stride()
 
 
 @lru_cache(LIMIT)
