@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from onecard._garbage import seldom_collected
 from onecard.errors import NothingFits, OnecardError, PlanError
 from onecard.machine.cost import MACHINE, Machine
 from onecard.planning.job import JobCost, bytes_in_words
@@ -99,7 +100,8 @@ def plan(
     def of(model: Any, batch: Any, loss: Any) -> Plans:
         return _planned(subject_of(model, batch, loss, given), world, machine, limit, given, objective, obvious=True)
 
-    return _of_step(model, batch, loss, of) if is_step(model) else of(model, batch, loss)
+    with seldom_collected():
+        return _of_step(model, batch, loss, of) if is_step(model) else of(model, batch, loss)
 
 
 def _of_step(step: Any, batch: Any, loss: Any, planned: Callable[..., Plans]) -> Plans:
@@ -137,7 +139,8 @@ def _planned(
     def again(more: Mapping[str, Any]) -> Plans:
         new = dict(more)
         bytes_ = int(new.pop("limit", limit))
-        return _planned(subject, world, machine, bytes_, {**fixed, **new}, objective)
+        with seldom_collected():
+            return _planned(subject, world, machine, bytes_, {**fixed, **new}, objective)
 
     runners = _runners(ordered)
     first = chosen(best, limit, found.looked, runners[0] if runners else None, objective)
