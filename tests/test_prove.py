@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +64,44 @@ def test_messages_carry_values():
         assert own == want.sum(0)[rank] and torch.equal(swapped, want[:, rank]) and torch.equal(told, want[1])
         assert words == ["rank 0", "rank 1", "rank 2"] and y == n
         assert torch.equal(x, want[0 if rank == 1 else rank])
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_rank_that_cannot_begin_or_go_on_is_an_error(after):
+    """Not a wait without end; and what belongs to this process is as it was."""
+
+    def around(rank):
+        times = iter(range(100))
+
+        @contextmanager
+        def entered():
+            if rank == 1 and next(times) == after:
+                raise KeyError("no way in")
+            yield
+
+        return _Each(entered)
+
+    before = dict(os.environ), torch.get_rng_state(), dist.is_initialized()
+    with pytest.raises(KeyError, match="no way in") as fault:
+        together(3, lambda rank: [dist.barrier() for _ in range(4)], around=around)
+    assert fault.value.__notes__ == ["on rank 1 of 3"]
+    assert dict(os.environ) == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    assert dist.is_initialized() == before[2]
+    assert together(2, lambda rank: oc.get_rank()) == [0, 1]
+
+
+class _Each:
+    """A context that is another one each time that it is entered."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __enter__(self):
+        self.now = self.make()
+        return self.now.__enter__()
+
+    def __exit__(self, *fault):
+        return self.now.__exit__(*fault)
 
 
 def test_each_rank_has_its_own_random_numbers_and_world():

@@ -7,7 +7,8 @@ found at once, without a time-out.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from onecard.errors import CommunicationError
@@ -39,6 +40,7 @@ class Baton:
         self._ready: list[Ready | None] = [None] * size
         self._words = [""] * size
         self._ended = [False] * size
+        self._inside = [False] * size
 
     def run(self, call: Callable[[int], Any]) -> list[Any]:
         """``call(rank)`` on each rank's thread, to the end; what each returned.
@@ -50,17 +52,16 @@ class Baton:
 
         def one(rank: int) -> None:
             self._turns[rank].acquire()
-            self._enter(rank)
             try:
-                if self.fault is None:
-                    results[rank] = call(rank)
+                with self._entered(rank):
+                    if self.fault is None:
+                        results[rank] = call(rank)
             except Stopped:
                 pass
-            except BaseException as fault:
+            except BaseException as fault:  # of coming and going, too: else the others would wait for ever
                 self.fault = self.fault or (rank, fault)
             finally:
                 self._ended[rank] = True
-                self._leave(rank)
                 self._pass_on(rank)
 
         threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
@@ -75,6 +76,23 @@ class Baton:
                 fault.add_note(f"on rank {rank} of {self.size}")
             raise fault
         return results
+
+    @contextmanager
+    def _entered(self, rank: int) -> Iterator[None]:
+        self._come(rank)
+        try:
+            yield
+        finally:
+            self._go(rank)
+
+    def _come(self, rank: int) -> None:
+        self._enter(rank)
+        self._inside[rank] = True
+
+    def _go(self, rank: int) -> None:
+        if self._inside[rank]:
+            self._inside[rank] = False
+            self._leave(rank)
 
     def wait(self, ready: Ready, words: str) -> None:
         """Let others run until ``ready()``; ``words`` say what for.
@@ -101,11 +119,11 @@ class Baton:
             said = "; ".join(self._said(rank) for rank in range(self.size))
             raise _Circle(f"no rank can go on: {said}. All of them must make the same calls in the same order")
         if following != me:
-            self._leave(me)
+            self._go(me)
             self.running = following
             self._turns[following].release()
             self._turns[me].acquire()
-            self._enter(me)
+            self._come(me)
         self._check()
 
     def _check(self) -> None:

@@ -18,7 +18,7 @@ from onecard.comm.base import own
 from onecard.comm.joined.hub import Fill, Hub, Parts, hub
 from onecard.comm.shm import functional, tensors
 from onecard.comm.shm.base import SUM, name_of
-from onecard.comm.shm.other_devices import OtherDevices
+from onecard.comm.shm.other_devices import OtherDevices, unrecorded
 from onecard.comm.shm.work import ShmWork
 from onecard.errors import CommunicationError
 
@@ -56,6 +56,7 @@ def _create(options: Any, _: Any = None) -> JoinedGroup:
         raise CommunicationError(
             'the backend "joined" is that of onecard.prove: torch.distributed cannot be made with it'
         )
+    unrecorded()
     return JoinedGroup(options.store, ranks, options.group_rank, hub.here, options.timeout)
 
 

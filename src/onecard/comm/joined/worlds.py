@@ -6,7 +6,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -84,11 +84,16 @@ class _Rank:
         self._numbers: Any = unseeded(rank)
 
     def enter(self) -> None:
-        self._swap()
-        hub.here = self.shared  # the backend asks for it as the world makes its group of all
-        self.world.__enter__()
-        hub.here, carried.here = self.shared, True
-        self.around.__enter__()
+        with ExitStack() as undo:  # all of it or nothing
+            self._swap()
+            undo.callback(self._swap)
+            hub.here = self.shared  # the backend asks for it as the world makes its group of all
+            undo.callback(setattr, hub, "here", None)
+            self.world.__enter__()
+            undo.callback(self.world.__exit__, None, None, None)
+            hub.here, carried.here = self.shared, True
+            self.around.__enter__()
+            undo.pop_all()
 
     def leave(self) -> None:
         self.around.__exit__(None, None, None)

@@ -18,6 +18,7 @@ from onecard._torch import patches
 from onecard.comm.base import attempt
 from onecard.comm.shm import functional, futex, peers, rendezvous
 from onecard.comm.shm.group import ShmGroup, alive
+from onecard.comm.shm.other_devices import unrecorded
 from onecard.comm.shm.two_levels import HostsGroup, fits, grid_of
 
 NAME = "shm"
@@ -44,13 +45,7 @@ def _install() -> None:
     for name, replacement in (("monitored_barrier", _monitored_barrier), ("split_group", _split_group)):
         make = functools.partial(functools.partial, replacement)
         patches.replace(f"torch.distributed.{name}", c10d, name, make, beside=[dist])
-    recorder = "_maybe_attach_flight_recorder"  # 2.14, 2.15; a torch without it attaches none
-    if hasattr(c10d, recorder):
-        patches.replace(f"{c10d.__name__}.{recorder}", c10d, recorder, functools.partial(functools.partial, _attach))
-
-
-def _attach(torchs: Any, group: Any, *rest: Any, **more: Any) -> Any:
-    return None if isinstance(group, ShmGroup | HostsGroup) else torchs(group, *rest, **more)
+    unrecorded()
 
 
 def _create(options: Any, _: Any = None) -> Any:

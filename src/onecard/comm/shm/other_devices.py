@@ -6,14 +6,17 @@ torch makes the Python group the whole process group, whatever other backends it
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from onecard._torch import names as _torch
+from onecard._torch import patches
 from onecard.errors import CommunicationError
 
 _CPU = torch.device("cpu")
@@ -135,3 +138,14 @@ class OtherDevices(dist.ProcessGroup):
         """Shuts the other devices' backends down."""
         for backend in self._backends.values():
             backend.shutdown()
+
+
+def unrecorded() -> None:
+    """Keeps torch's flight recorder (2.14 and later) from groups in Python: it asks them for what only C++ has, and fails."""
+    name = "_maybe_attach_flight_recorder"
+    if hasattr(c10d, name):
+        patches.replace(f"{c10d.__name__}.{name}", c10d, name, functools.partial(functools.partial, _attach))
+
+
+def _attach(torchs: Any, group: Any, *rest: Any, **more: Any) -> Any:
+    return None if isinstance(group, OtherDevices) else torchs(group, *rest, **more)
