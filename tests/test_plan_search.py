@@ -342,6 +342,21 @@ def test_a_placement_that_is_changed_afterwards_is_seen():
     assert oc.price(model, changed, A100, batch=batch, loss=loss).seconds > 1.05 * found.cost.seconds
 
 
+def test_on_a_measured_cpu_messages_do_not_run_beside_computation():
+    """As ranks apply it there: gradients are summed once all are made, so that all of them are there at once."""
+    cpu = Machine(curves={"all_reduce": ((1.0, 1e-6), (2.0**30, 1.0))})
+    ask = {
+        "world": 2,
+        "batch": (torch.zeros(4, 512), torch.zeros(4, 512)),
+        "loss": nn.MSELoss(),
+        "fixed": {"dp": 2, "zero": 2},
+    }
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])
+    here, there = (oc.plan(model, machine=machine, **ask) for machine in (cpu, A100))
+    assert not here.best.overlap and there.best.overlap
+    assert oc.plan(model, machine=cpu, **{**ask, "fixed": {**ask["fixed"], "overlap": True}}).best.overlap
+
+
 def test_hosts_are_those_of_the_plan():
     assert on_hosts(A100, 4).per_host == 4 and on_hosts(A100, A100.per_host) is A100
 

@@ -93,12 +93,13 @@ class Applied:
     def optimizer(self, optimizer: Optimizer, model: nn.Module | None = None) -> None:
         """States where the plan has them."""
         zero = self.plan.zero if "dp" in self.mesh.dim_names and self.plan.dp // self.plan.replicas > 1 else 0
+        overlap = None if self.plan.overlap else False  # where the device runs both beside each other
         if not zero:
             shard_optimizer(optimizer)
         elif zero == 3:
-            shard_optimizer(optimizer, ShardingStage3("dp", self.mesh, model=model))
+            shard_optimizer(optimizer, ShardingStage3("dp", self.mesh, model=model, overlap=overlap))
         else:
-            shard_optimizer(optimizer, STAGES[zero]("dp", self.mesh))
+            shard_optimizer(optimizer, STAGES[zero]("dp", self.mesh, overlap=overlap))
 
 
 def check(plan: Plan, ranks: int, beside: Collection[str] = ()) -> None:

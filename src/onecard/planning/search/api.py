@@ -95,6 +95,8 @@ def plan(
     if isinstance(model, str):
         model = known_model(model)
     given = dict(fixed or {})
+    if machine.curves:  # a CPU, as it was measured: there messages have no engine of their own
+        given.setdefault("overlap", False)
     limit = int(machine.capacity or 0) if memory is None else memory
 
     def of(model: Any, batch: Any, loss: Any) -> Plans:
