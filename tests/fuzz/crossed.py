@@ -218,11 +218,13 @@ def _filled(made: Any, layer: nn.Linear) -> nn.Module:
 COLUMN, ROW = "tp: Shard(0)", "tp: Shard(1)"
 PIPELINE = {"enable": True, "accumulate_steps": 2, "micro_batch_size": 4}
 TP = {"tp": 2, "placements": old.CUT}
+SP: dict[str, Any] = {**TP, "outputs": (("blocks.*.2", "tp: Shard(0)"), ("norm", "tp: Replicate()"))}
 LEVELS: dict[str, tuple[int, Callable[[], At]]] = {
     "micro": (1, lambda: Step(microbatches=2)),
     "recorded dp": (2, lambda: Step(dp=2)),
     "recorded ZeRO 3": (2, lambda: Step(dp=2, zero=3)),
     "recorded tp": (2, lambda: Step(**TP)),
+    "recorded sp": (2, lambda: Step(**SP)),
     "dp micro": (2, lambda: Step(dp=2, microbatches=2)),
     "1F1B": (2, lambda: Step(pp=2, microbatches=2)),
     "VPP": (2, lambda: Step(pp=2, microbatches=4, virtual=2, schedule="VPP")),
@@ -242,6 +244,7 @@ LEVELS: dict[str, tuple[int, Callable[[], At]]] = {
     "auto ZeRO 1": (2, lambda: Auto(dp=2, zero=1)),
     "auto ZeRO 3": (2, lambda: Auto(dp=2, zero=3)),
     "auto tp": (2, lambda: Auto(**TP)),
+    "auto sp": (2, lambda: Auto(**SP)),
     "auto dp x tp": (4, lambda: Auto(dp=2, zero=2, **TP)),
     "plan dp": (2, lambda: Planned(dp=2)),
     "plan ZeRO 1": (2, lambda: Planned(dp=2, zero=1)),

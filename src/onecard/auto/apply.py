@@ -35,7 +35,7 @@ _REFUSED = (
     ("pp", lambda p: p.pp > 1, f"a pipeline is cut out of a whole step: {_STEP}"),
     ("microbatches", lambda p: p.microbatches > 1, "the batch is computed in one: oc.to_static(step, plan=plan) divides it"),
     ("cp", lambda p: p.cp > 1, "needs layers that know of it, as fleet's do"),
-    ("sequence_parallel", lambda p: p.sequence_parallel, "needs layers that know of it, as fleet's do"),
+    ("sequence_parallel", lambda p: p.sequence_parallel, "needs layers that know of it, as fleet's do; of others say outputs="),
     ("ep", lambda p: p.ep > 1, "the model's own code says where experts are"),
     ("offload", lambda p: p.offload, "states in the host's memory are fleet's: fleet.group_sharded_parallel(offload=True)"),
     ("recompute", lambda p: p.recompute in ("selective", "operators"), "'full' or 'none'; a recorded step takes 'operators'"),

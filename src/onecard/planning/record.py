@@ -231,8 +231,9 @@ def _refuse(plan: Plan) -> None:
         )
     if plan.placements and (plan.sequence_parallel or plan.cp > 1):
         raise PlanError(
-            "sequence_parallel and cp need layers that know of them, as those of a Transformer do: leave them out, or give "
-            "oc.price a Transformer, or a function that builds fleet's layers, without placements"
+            "sequence_parallel and cp need layers that know of them, as those of a Transformer do: leave them out (of a plain "
+            "model, say with outputs= how activations lie), or give oc.price a Transformer, or a function that builds fleet's "
+            "layers, without placements"
         )
 
 
