@@ -262,6 +262,61 @@ def test_a_count_of_some_rows_is_refused() -> None:
             step(x, y)
 
 
+def _of_rows(
+    write: Callable[[Tensor], Any], value: float = 1.0, columns: int = 0
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss whose rows are weighed by memory into parts of which the step writes."""
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        made = torch.full((len(y), columns) if columns else (len(y),), value)
+        write(made)
+        each = cross_entropy(o, y, reduction="none")
+        return ((each[:, None] if columns else each) * made).sum() / len(y)
+
+    return loss
+
+
+def _of_their_count(write: Callable[[Tensor], Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        made = torch.ones_like(y)
+        write(made)
+        return cross_entropy(o, y, reduction="sum") / made.sum()
+
+    return loss
+
+
+REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a row": _of_rows(lambda m: m[0].fill_(3)),  # as torch 2.15 writes m[0] = 3
+    "some rows": _of_rows(lambda m: m[:2].mul_(3.0)),
+    "each second": _of_rows(lambda m: torch.zero_(m[::2])),
+    "through a view of another form": _of_rows(lambda m: m.view(-1, 2)[0].fill_(0.0)),
+    "of a table": _of_rows(lambda m: m.t().narrow(1, 0, 2).fill_(0.5), columns=3),
+    "through two views": _of_rows(lambda m: m.select(1, 0).narrow(0, 1, 1).zero_(), columns=3),
+    "their count": _of_their_count(lambda m: m[1:3].zero_()),
+    "their count but one": _of_their_count(lambda m: m[:1].zero_()),
+}
+RIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a column": _of_rows(lambda m: m[:, 0].fill_(3.0), columns=4),
+    "a row of the transpose": _of_rows(lambda m: m.t()[0].fill_(3.0), columns=4),
+    "all of it, by a view": _of_rows(lambda m: m.view(2, -1).fill_(3.0)),
+    "a column, twice": _of_rows(lambda m: (m[:, 1].zero_(), m[:, 1:3].add_(2.0)), columns=4),
+    "a count of them all": _of_their_count(lambda m: m.view(-1, 1).mul_(2)),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *RIGHT])
+def test_memory_that_is_written_in_part(name: str) -> None:
+    """Who writes into some rows of what was the same for all has told them apart."""
+    wanted, found = steps((REFUSED | RIGHT)[name]), oc.to_static(steps((REFUSED | RIGHT)[name]), k_steps=2)
+    if name in REFUSED:
+        with pytest.raises(RecordingError, match=r"own for each row|length of a microbatch"):
+            for x, y in batches()[:2]:
+                found(x, y)
+        return
+    for x, y in batches()[:3]:
+        assert float(found(x, y)[0]) == pytest.approx(float(wanted(x, y)[0]), rel=1e-5)
+
+
 def _added(y: Tensor, made: Tensor) -> Tensor:
     return made.add_((y != PAD).sum())
 

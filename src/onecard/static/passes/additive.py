@@ -184,14 +184,27 @@ class Additive(DispatchMode):
         if written:
             for other in {id(o): o for o in [*others, *_bases(x)] if o is not x}.values():
                 before = self.known.get(other)
-                if before is not None and before.zero and kind.how == ALIKE:
-                    self.known[other] = before = replace(before, zero=kind.zero)
+                if before is not None and before.how == kind.how == ALIKE:
+                    self._written_alike(other, before, x, kind)
+                    continue
                 if before != kind and not (kind.how == ALIKE and before is None):
                     self._keep(other, self._seen_in(other, kind))
         self._keep(x, kind)
         if all(o is not x for o in others):
             seen.append(weakref.ref(x))  # autograd takes a gradient over only if nobody else has it
         self.memory[_memory(x)] = seen
+
+    def _written_alike(self, x: Tensor, before: Kind, part: Tensor, kind: Kind) -> None:
+        """A part of what was the same for all rows was written to: it is so still along dims that the part has whole."""
+        mine = [*zip(x.shape, x.stride(), strict=True)]
+        theirs = {at: d for d, at in enumerate(zip(part.shape, part.stride(), strict=True)) if kind.alike(d)}
+        whole = [d for d, at in enumerate(mine) if at in theirs or at[0] == 1]
+        if len(whole) == x.dim() or x.numel() == part.numel():
+            self.known[x] = replace(before, zero=before.zero and kind.zero)
+        elif dims := frozenset(filter(before.alike, whole)):
+            self.known[x] = replace(before, dims=dims, zero=False)
+        else:
+            self.known.pop(x, None)
 
     def _seen_in(self, x: Tensor, kind: Kind) -> Kind:
         """What memory is of which a part was written."""

@@ -42,6 +42,8 @@ class Shadows:
         if schema.written:
             if not all(x in self._known for x in given):
                 self._known.clear()  # views of what is written to, too
+            elif any(self._known[x] is not None for x in given):
+                self._again(func, args, kwargs)  # of a view: into the memory of what it is a view of
             return
         if len(made) != 1 or not (is_real(made[0]) or fakes.is_fake(made[0])) or made[0].numel() > _MOST:
             return
@@ -54,9 +56,16 @@ class Shadows:
         elif fill is not None:
             self._known[made[0]] = torch.full(tuple(made[0].shape), fill, dtype=made[0].dtype, device=made[0].device)
         elif known:
-            args, kwargs = tree_map(lambda x: self.of(x) if isinstance(x, Tensor) else x, (tuple(args), dict(kwargs)))
-            with suppress(RuntimeError, ValueError, TypeError):  # a device that is only named: nothing is known then
-                self._known[made[0]] = func(*args, **kwargs)
+            found = self._again(func, args, kwargs)
+            if isinstance(found, Tensor):
+                self._known[made[0]] = found
+
+    def _again(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The call on what has data; None where that cannot be: nothing is known then."""
+        args, kwargs = tree_map(lambda x: self.of(x) if isinstance(x, Tensor) else x, (tuple(args), dict(kwargs)))
+        with suppress(RuntimeError, ValueError, TypeError):  # a device that is only named
+            return func(*args, **kwargs)
+        return None
 
     def _fill(self, name: str, args: Any, kwargs: Any) -> Any:
         """What a call fills its result with; None: it does not."""
