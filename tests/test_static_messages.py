@@ -327,13 +327,16 @@ def test_a_recording_starts_each_large_gradient_when_it_is_there() -> None:
 
 
 def test_few_messages_are_under_way_and_the_peak_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine weights that are gathered one after the other; nine sums that could all travel at once."""
+    """Nine weights that are gathered one after the other, behind a larger one, which leaves room; nine sums that could all travel
+    at once."""
     monkeypatch.setattr(overlap, "LARGE", 0)
     with oc.pretend(2, fake=True):
         mesh = oc.ProcessMesh([0, 1], ["tp"])
         weights = [oc.shard_tensor(torch.randn(64, 64), mesh, [S(0)]) for _ in range(9)]
+        wide = oc.shard_tensor(torch.randn(64, 512), mesh, [S(0)])
 
         def gathered(x: Tensor) -> Tensor:
+            x = torch.relu(x @ oc.reshard(wide, mesh, [R])).narrow(1, 0, 64)
             for w in weights:
                 x = torch.relu(x @ oc.reshard(w, mesh, [R]))
             return x
