@@ -199,7 +199,7 @@ class Additive(DispatchMode):
         mine = [*zip(x.shape, x.stride(), strict=True)]
         theirs = {at: d for d, at in enumerate(zip(part.shape, part.stride(), strict=True)) if kind.alike(d)}
         whole = [d for d, at in enumerate(mine) if at in theirs or at[0] == 1]
-        if len(whole) == x.dim() or x.numel() == part.numel():
+        if len(whole) == x.dim() or (x.numel() == part.numel() and kind.dims is None):
             self.known[x] = replace(before, zero=before.zero and kind.zero)
         elif dims := frozenset(filter(before.alike, whole)):
             self.known[x] = replace(before, dims=dims, zero=False)

@@ -40,10 +40,13 @@ class Shadows:
     ) -> None:
         """A call has made something that was not drawn."""
         if schema.written:
-            if not all(x in self._known for x in given):
+            known = all(x in self._known for x in given)
+            if known and any(self._known[x] is not None for x in given):
+                known = (
+                    self._again(func, args, kwargs) is not None
+                )  # of a view: into the memory of what it is a view of
+            if not known:
                 self._known.clear()  # views of what is written to, too
-            elif any(self._known[x] is not None for x in given):
-                self._again(func, args, kwargs)  # of a view: into the memory of what it is a view of
             return
         if len(made) != 1 or not (is_real(made[0]) or fakes.is_fake(made[0])) or made[0].numel() > _MOST:
             return
