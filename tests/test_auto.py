@@ -7,6 +7,7 @@ import io
 import os
 import re
 import sys
+import warnings
 import weakref
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -223,6 +224,31 @@ def test_what_is_seen_is_one_card():
     assert re.fullmatch(r"tensor\(-?[\d.]+, grad_fn=<SumBackward0>\)", loss)
     assert re.fullmatch(r"Parameter containing:\ntensor\(\[-?[\d.]+\], requires_grad=True\)", bias)
     assert long.endswith("],\n       grad_fn=<ViewBackward0>)") and max(map(len, long.splitlines())) <= 80
+
+
+class _Named(nn.Linear):
+    def forward(self, *, x: Any, twice: bool = False) -> Any:
+        self.seen = [type(x), twice, *getattr(x, "placements", ())]
+        return super().forward(x) * (1 + twice)
+
+
+def _by_name() -> list[Any]:
+    begin(Job(oc.Plan(dp=2, per_host=0)).to_json())
+    model = _Named(2, 1)
+    optimizer, seen = torch.optim.SGD(model.parameters(), 0.1), []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(x=torch.ones(4, 2), twice=True).sum().backward()
+            optimizer.step()
+            seen.append(model.seen)
+    return [seen, model.weight.grad.tolist(), [str(w.message) for w in told]]
+
+
+def test_the_first_batch_is_divided_also_where_it_is_given_by_name():
+    """As a model of transformers is called: a first step of the whole batch on each rank takes the memory of one card."""
+    rows = [oc.DistTensor, True, oc.Shard(0)]
+    assert run_ranks(_by_name, 2) == [[[rows] * 2, [[16.0, 16.0]], []]] * 2
 
 
 # -- in place --------------------------------------------------------------------------------------------------------------

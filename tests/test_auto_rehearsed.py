@@ -115,6 +115,19 @@ for _ in range(3):
     torch.bmm(out.transpose(1, 2), out).square().mean().backward()
     opt.step()
 """,
+    "experts in float32, by products in groups": ADAM
+    + """
+class Experts(nn.Sequential):
+    def forward(self, x):
+        stacked = torch.stack([self[0].weight.T] * 2)  # (expert, in, out)
+        made = F.grouped_mm(x, stacked, offs=torch.tensor([3, 8], dtype=torch.int32))
+        return self[1](made + self[0].bias)
+net.__class__ = Experts
+for _ in range(3):
+    opt.zero_grad()
+    F.cross_entropy(net(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+    opt.step()
+""",
     "nobody's launcher": ADAM
     + """
 assert int(os.environ.get("RANK", -1)) == -1 and "WORLD_SIZE" not in os.environ

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from experts_programs import LAYERS
 from torch import Tensor, nn
 
 import onecard as oc
+from onecard.rules.table import grouped
 from onecard.testing import run_ranks
 
 EXPERTS, TOP, WIDTH, INNER, TOKENS = 8, 2, 16, 12, 24
@@ -265,3 +267,35 @@ def rows_of_turned_features() -> list[str]:
 def test_rows_keep_which_features_a_rank_has():
     for wrong in run_ranks(rows_of_turned_features, 4):
         assert wrong == []
+
+
+def _lies_for_the_kernel() -> list[bool]:
+    """Whether each operand of a sum in groups lies by rows in memory."""
+    kernel, found = grouped.grouped_sums.__globals__["aten"], []
+
+    class Aten:
+        def _grouped_mm(self, x: Tensor, y: Tensor, offs: Tensor) -> Tensor:
+            if x.dim() == y.dim() == 2:
+                found.extend((x.stride(0) == 1, y.stride(1) == 1))
+            return kernel._grouped_mm(x, y, offs)
+
+    grouped.aten = Aten()  # type: ignore[assignment]
+    mesh = oc.ProcessMesh([0], ["ep"])
+    ends = torch.tensor([3, 8, 24], dtype=torch.int32)
+    given = [torch.randn(24, 16), torch.randn(3, 16, 16), torch.randn(3, 16, 16)]
+    plain = [x.clone().requires_grad_() for x in given]
+    places = [[R], [S(0)], [S(0)]]
+    mine = [oc.shard_tensor(x, mesh, p).requires_grad_() for x, p in zip(given, places, strict=True)]
+    for x, first, second in (plain, mine):
+        F.grouped_mm(F.grouped_mm(x, first, offs=ends), second, offs=ends).square().sum().backward()
+    for a, b in zip(mine, plain, strict=True):
+        torch.testing.assert_close(oc.unshard(a.grad), b.grad)
+    by_columns = torch.randn(16, 24), torch.randn(16, 24).T
+    assert torch.equal(grouped.grouped_sums(*by_columns, ends), kernel._grouped_mm(*by_columns, ends))
+    return found
+
+
+def test_sums_in_groups_lie_as_a_gpus_kernel_wants_them():
+    """By columns it ends in an assertion on the device, where a group does not begin at a multiple of 16 bytes."""
+    (found,) = run_ranks(_lies_for_the_kernel, 1)
+    assert len(found) == 6 and all(found)

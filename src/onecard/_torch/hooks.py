@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,6 +63,20 @@ def after_all_modules(hook: Callable[..., None]) -> Callable[[], None]:
         _given_keywords.pop(handle.id, None)
 
     return remove
+
+
+def keywords_of(module: nn.Module) -> dict[str, Any] | None:
+    """What a module that is about to run is called with by name, in its place: torch gives it to no hook of all modules.
+
+    For the hook itself, or what it calls; None where torch's call of hooks looks otherwise.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(6):  # the hook, and few callers of it
+        if frame is not None and frame.f_code.co_qualname.startswith("Module._call_impl"):
+            local = frame.f_locals
+            return local["kwargs"] if local.get("self") is module and isinstance(local.get("kwargs"), dict) else None
+        frame = frame and frame.f_back
+    return None
 
 
 @contextmanager

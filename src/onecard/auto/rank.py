@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from onecard._torch.hooks import keywords_of
 from onecard._torch.leaves import is_transformed
 from onecard._torch.uncompiled import is_wrapper
 from onecard.auto import calls, one_card
@@ -173,7 +174,10 @@ class ProgramWatch:
         self._done.update((m, True) for m in module.modules())
         for optimizer in [*self._waiting]:
             self._lay_out(optimizer)
-        return entrance(module, args, {})[0]  # torch has listed this call's hooks already
+        named = keywords_of(module) or {}
+        args, found = entrance(module, args, named)  # torch has listed this call's hooks already
+        named.update(found)
+        return args
 
     def _trains_by_hand(self, module: nn.Module) -> bool:
         """Whether a module that is laid out runs again, with gradients that no optimizer of the program takes."""

@@ -54,8 +54,16 @@ def grouped_rows(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     return result
 
 
+def _by_rows(x: Tensor) -> Tensor:
+    """With rows in memory one after the other. By columns, a GPU's kernel ends in an assertion where a group does not begin at a
+    multiple of 16 bytes: the process has lost its GPU then.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def grouped_sums(x: Tensor, y: Tensor, offs: Tensor) -> Tensor:
     """``x[:, group] @ y[group]`` for each group of what is summed over."""
+    x, y = _by_rows(x.mT).mT, _by_rows(y)
     if _aligned(x) and _aligned(y):
         return aten._grouped_mm(x, y, offs).contiguous()
     if recorded.recorder is not None and x.numel() and y.numel():

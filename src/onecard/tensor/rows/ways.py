@@ -68,8 +68,8 @@ def move(values: Tensor, dim: int, source: Owners, target: Owners, told: Message
     if source is target or not source.here:
         return values
     way = source.ways.get(target) or _known(source, target) or _found(source, target)
-    if way.kept is not None:
-        values = values.index_select(dim, way.kept)
+    if way.kept is not None and len(way.kept) < values.shape[dim]:
+        values = values.movedim(dim, 0).index_select(0, way.kept).movedim(0, dim)  # rows stay rows in memory
     for leg in way.legs:
         values = _exchange(values, dim, leg, source.mesh, told)
     return values
