@@ -4,7 +4,8 @@
     python benchmarks/jobs_gpu.py --device cpu --small     # does it run?
 
 Each job is a plain program, as its user has it. It is priced on the preset of this GPU's kind, and on what `Machine.measure()`
-finds; neither has seen it. It is run as it is, and recorded and replayed. Memory is the most that torch's allocator has given out.
+finds; neither has seen it. It is run as it is, and recorded and replayed. Memory is the most that torch's
+allocator has given out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples" / "gpt")]
 
 from jobs import Convolutions  # noqa: E402
-
 from model import GPT, GPTConfig, next_byte_loss  # noqa: E402
 
 PURE = {"parameters": "bfloat16", "gradients": "bfloat16", "states": "bfloat16", "compute": "bfloat16", "master": False}
