@@ -99,7 +99,7 @@ def reduced(name: str, ranks: int, machine: Machine) -> Iterator[oc.Plan]:
     from onecard.planning.search.space import Space
 
     program = _programs()[name]
-    subject = subjects.subject_of(program.build(), program.batch(), program.loss, {})
+    subject = subjects.subject_of(program.build(), program.batch(), program.loss, REDUCED)
     search = Search(Space(subject, ranks, machine, REDUCED), machine, 0)
     for group in search.space.groups():
         for one in (group, *search.space.again(group)):
@@ -124,8 +124,8 @@ def _programs() -> dict[str, Any]:
     }  # fmt: skip
 
 
-REDUCED = {"pp": 1, "cp": 1, "microbatches": 1, "replicas": 1, "recompute_blocks": 0}
-"""What ``oc.parallelize`` lays out in place."""
+REDUCED = {"pp": 1, "cp": 1, "microbatches": 1, "replicas": 1, "recompute_blocks": 0, "overlap": False}
+"""What ``oc.parallelize`` lays out in place; on CPUs messages along dp are not beside computation."""
 
 
 def _step(name: str, plan: oc.Plan) -> tuple[Any, Any, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from amounts import cells
-from fuzz import counts
+from amounts import amount, cells
+from fuzz import counts, micro
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, pad, smooth_l1_loss
 
@@ -315,6 +315,62 @@ def test_memory_that_is_written_in_part(name: str) -> None:
         return
     for x, y in batches()[:3]:
         assert float(found(x, y)[0]) == pytest.approx(float(wanted(x, y)[0]), rel=1e-5)
+
+
+def _activations(write: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss of what the model gives, into which the step writes."""
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        made = o * 1
+        return write(made).square().mean() + cross_entropy(o, y)
+
+    return loss
+
+
+def _ahead_of_a_write(m: Tensor) -> Tensor:
+    row = m[0]
+    m.mul_(2.0)
+    return row
+
+
+REFUSED_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a row": lambda m: (m[1].fill_(0.3), m)[1],
+    "a row, in a column": lambda m: (m[:, 2][0].zero_(), m)[1],
+    "a diagonal": lambda m: (m.diagonal().fill_(0.2), m)[1],
+    "rows by number": lambda m: m.index_fill(0, torch.tensor([0, 1]), 0.1),
+    "rows by number, in place": lambda m: m.index_fill_(0, torch.tensor([0, 1]), 0.1),
+    "a row of another": lambda m: (m[0].copy_(m[1].detach()), m)[1],
+    "a row, written to as a part of all": _ahead_of_a_write,
+    "a triangle": lambda m: m.tril(),
+    "a place in each column": lambda m: m.scatter(0, torch.zeros(1, m.shape[1], dtype=torch.int64), 0.5),
+}
+RIGHT_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a column": lambda m: (m[:, 1].fill_(0.3), m)[1],
+    "a column of another": lambda m: (m[:, 1].copy_(m[:, 0].detach()), m)[1],
+    "two columns, one after the other": lambda m: (m[:, 0].zero_(), m[:, 2:].mul_(0.5))[1].sum(1),
+    "a place in each row": lambda m: m.scatter(1, m.argmax(1, keepdim=True), 0.5),
+    "all of it": lambda m: (m.view(-1).mul_(0.5), m)[1],
+    "what is large": lambda m: m.masked_fill(m > 0.3, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED_ROWS, *RIGHT_ROWS])
+def test_activations_that_are_written_in_part(name: str) -> None:
+    """Rows that are written to, or chosen, by their number in the batch: a microbatch has other rows there."""
+    loss = _activations((REFUSED_ROWS | RIGHT_ROWS)[name])
+    wanted, found = steps(loss), oc.to_static(steps(loss), k_steps=2)
+    if name in REFUSED_ROWS:
+        with pytest.raises(RecordingError, match=r"takes rows of the batch together|goes by where rows stand"):
+            for x, y in batches()[:2]:
+                found(x, y)
+        return
+    for x, y in batches()[:3]:
+        assert float(found(x, y)[0]) == pytest.approx(float(wanted(x, y)[0]), rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", [12, 26, 115, 124, 170, *range(300, amount(303, 800))])
+def test_random_statements(seed: int) -> None:
+    assert micro.judged(micro.drawn(seed), 4)[0] in ("right", "told", "refused", "void")
 
 
 def _added(y: Tensor, made: Tensor) -> Tensor:

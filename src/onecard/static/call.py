@@ -216,11 +216,8 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
     undo = None if parts is None else capture.undone(parts.sketched)
     fault: Exception | None = None
     try:
-        with (
-            autocast(options.dtype, leaves),
-            nullcontext() if parts is None else parts.around(),
-            looker or nullcontext(),
-        ):
+        around = nullcontext() if parts is None else parts.around()
+        with autocast(options.dtype, leaves), around, looker or nullcontext():
             result = capture.run(fn, tree)
         if looker is not None:
             capture.recorder.note_rows(looker.passes.rows)
@@ -239,9 +236,10 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
     _check_repeated(capture, name_of(fn), parts)
     seen = None
     if batch is not None and looker is not None:
-        seen = looker.returned(result)
+        seen, noted = looker.returned(result), looker.verdict.noted
         if looker.unsure or seen.values or not _sets_up(capture):
             seen = batch.compared(looker, first)
+        noted.clear()  # values, which Python's collector would be waited for
     return _Written(capture, recording, result, batch, seen, () if parts is None else parts.everyone(recording))
 
 

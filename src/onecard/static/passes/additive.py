@@ -32,7 +32,7 @@ from onecard.static.passes.dependence import (
 from onecard.static.passes.row_gradients import Passes
 from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
 from onecard.static.passes.row_numbers import SCALES, TERMS, is_real, value_of
-from onecard.static.passes.shadows import Shadows
+from onecard.static.passes.shadows import Shadows, memory_of
 from onecard.tensor.convert import telling
 from onecard.tensor.dispatch.build import meta_of
 from onecard.tensor.dist_tensor import DistTensor
@@ -49,7 +49,7 @@ class Additive(DispatchMode):
     def __init__(self, leaves: Sequence[Any], before: Verdict | None = None, k: int = 1) -> None:
         super().__init__()
         self.known: Any = WeakIdKeyDictionary()
-        self.shadows = Shadows()
+        self.shadows = Shadows(self.known)
         self.memory: dict[int, list[weakref.ref[Tensor]]] = {}
         batch = [x for x in leaves if isinstance(x, Tensor) and x.dim()]
         self.rows = batch[0].shape[0] if batch else 0
@@ -96,6 +96,8 @@ class Additive(DispatchMode):
                     f"it holds {then:g} for a microbatch of {self.rows // self.kinds.k} rows, and {now:g} for the batch"
                 )
                 self.verdict.results[tensors.index(i)] = Kind(MIXED, where=where)
+        if not self.first:
+            self.verdict.noted.clear()  # nobody compares with it
         return self.verdict
 
     def _fixed(self, x: Any) -> int | float | None:
@@ -173,7 +175,7 @@ class Additive(DispatchMode):
         """What a tensor is from now on, and what shares memory with it, where it was written to."""
         if kind is None and not written:
             return
-        seen = [r for r in self.memory.get(_memory(x), ()) if r() is not None]
+        seen = [r for r in self.memory.get(memory_of(x), ()) if r() is not None]
         others = [o for r in seen if (o := r()) is not None]
         if kind is None:
             for other in (x, *others, *_bases(x)):
@@ -182,17 +184,17 @@ class Additive(DispatchMode):
                     self.known.pop(other, None)
             return
         if written:
+            was = self.known.get(x)
             for other in {id(o): o for o in [*others, *_bases(x)] if o is not x}.values():
                 before = self.known.get(other)
                 if before is not None and before.how == kind.how == ALIKE:
                     self._written_alike(other, before, x, kind)
-                    continue
-                if before != kind and not (kind.how == ALIKE and before is None):
-                    self._keep(other, self._seen_in(other, kind))
+                elif before != kind and not (kind.how == ALIKE and before is None):
+                    self._keep(other, self._written(other, before, x, was, kind))
         self._keep(x, kind)
         if all(o is not x for o in others):
             seen.append(weakref.ref(x))  # autograd takes a gradient over only if nobody else has it
-        self.memory[_memory(x)] = seen
+        self.memory[memory_of(x)] = seen
 
     def _written_alike(self, x: Tensor, before: Kind, part: Tensor, kind: Kind) -> None:
         """A part of what was the same for all rows was written to: it is so still along dims that the part has whole."""
@@ -205,6 +207,19 @@ class Additive(DispatchMode):
             self.known[x] = replace(before, dims=dims, zero=False)
         else:
             self.known.pop(x, None)
+
+    def _written(self, x: Tensor, before: Kind | None, part: Tensor, was: Kind | None, kind: Kind) -> Kind:
+        """What memory is that was of a kind, once it was written to by way of a view. ``was``: the view's kind until then."""
+        if before is None or _same_elements(x, part):
+            return self._seen_in(x, kind)
+        if before.how == MIXED:
+            return kind if kind.how == ALIKE and part.numel() > x.numel() else before
+        if before.how == ROWS and was is not None and was.how in (MIXED, UNKNOWN):
+            return was  # some rows were written to, by their number
+        of_rows = before.how == ROWS and was is not None and was.how == ROWS and kind.how in (ROWS, ALIKE)
+        if of_rows and before.degree == kind.degree:
+            return replace(before, learns=before.learns or kind.learns)
+        return self._seen_in(x, kind)
 
     def _seen_in(self, x: Tensor, kind: Kind) -> Kind:
         """What memory is of which a part was written."""
@@ -238,12 +253,11 @@ def _moves_nothing(x: Tensor, size: Sequence[int], stride: Sequence[int], offset
     return [*size] == [*x.shape] and same and offset in (None, x.storage_offset())
 
 
-def _memory(x: Tensor) -> int:
-    local = x._local if isinstance(x, DistTensor) else x
-    try:
-        return int(local.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return id(local)
+def _same_elements(x: Tensor, y: Tensor) -> bool:
+    """Whether two views of one memory are of the same elements, in any shape without gaps."""
+    dims = [sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1) for t in (x, y)]
+    whole = x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
+    return x.storage_offset() == y.storage_offset() and (whole or dims[0] == dims[1])
 
 
 def _bases(x: Tensor) -> list[Tensor]:

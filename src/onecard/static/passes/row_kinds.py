@@ -52,7 +52,8 @@ class Kinds(RowNumbers):
     def _made_alike(self, call: Call, given: list[Tensor], kinds: list[Kind | None], ours: bool, r: int) -> Kind | None:
         """A value in which there is nothing of the batch: whether it is the same for all rows."""
         name = call.schema.functional
-        if self.follows and not ours:
+        grows = None not in (self.first, self.number) and self.first != self.number
+        if (self.follows or grows) and not ours:
             return self._mixed(call, "takes the length of a microbatch, which is not the batch's", learns=True)
         if makes_alike(call.schema) or lifts(call.schema, call.results[r]):
             return Kind(ALIKE, zero="zero" in name or (bool(given) and "lift" in name and value_of(given[0]) == 0))
@@ -153,6 +154,8 @@ class Kinds(RowNumbers):
         """A result that has the rows' factor, or that is joined over it. ``there``: the rows within the factor."""
         for dim, factors in enumerate(bound.results[r]):
             if factor in factors:
+                if factor in bound.pieces:
+                    return self._mixed(call, "goes by where rows stand in the batch", there.learns)
                 return replace(there, dim=dim, before=row_places.outer_of(bound, factors, factor) * there.before)
         where = f"{call.schema.functional} at {record.user_line()}"
         lone = any(all(factor not in _all(bound.operands[i]) for i in term) for term in bound.terms)

@@ -1,30 +1,42 @@
-"""What is filled as a value of the batch is (``ones_like(y)``) has no data in a look without data, yet its values are known."""
+"""What a step makes of numbers, shapes and the program's own tensors: its values are known in a look without data, too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from onecard._torch import fakes
-from onecard._torch.names import tree_map
+from onecard._torch.names import tree_leaves, tree_map
+from onecard.comm.base.state import faked
 from onecard.rules.call import Schema
+from onecard.static.passes.dependence import Kind, told
 from onecard.static.passes.row_numbers import is_real
+from onecard.tensor.dist_tensor import DistTensor
 
 _MOST = 1 << 20  # elements that are computed
+_FEW = 4096  # elements of a tensor of the program's own, for what is made of it to be computed
 _GARBAGE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 _FILLED = {"zeros": 0.0, "ones": 1.0}
 
 
 class Shadows:
-    """Tensors with data in place of those that have none, where the step makes them of numbers and shapes alone."""
+    """Tensors with data in place of those that have none, where the step makes them without the batch: of numbers, shapes, and
+    small tensors of the program's own.
 
-    def __init__(self) -> None:
+    Args:
+        kinds: how tensors depend on the batch, as far as that is known.
+    """
+
+    def __init__(self, kinds: Mapping[Tensor, Kind]) -> None:
         self._known: Any = WeakIdKeyDictionary()  # None: has data itself
+        self._kinds = kinds
+        self._empty: Any = WeakIdKeyDictionary()  # made in the step, not written to when it was made
+        self._lost = set[int]()  # memory of the program's own that the step has written to
 
     def of(self, x: Tensor) -> Tensor:
         """The tensor with data; itself, if there is no other."""
@@ -32,27 +44,29 @@ class Shadows:
         return x if found is None else found
 
     def has(self, x: Tensor) -> bool:
-        """Whether the step has made a tensor of numbers and shapes alone."""
+        """Whether the step has made a tensor without the batch."""
         return x in self._known
+
+    def _own(self, x: Tensor) -> bool:
+        """Whether a tensor is the program's own, as it was before the step."""
+        plain = not faked.here and type(x) in (Tensor, nn.Parameter) and not x.is_meta
+        return plain and x.numel() <= _FEW and memory_of(x) not in self._lost and not told(self._kinds.get(x))
 
     def look(
         self, func: Any, schema: Schema, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor]
     ) -> None:
         """A call has made something that was not drawn."""
         if schema.written:
-            known = all(x in self._known for x in given)
-            if known and any(self._known[x] is not None for x in given):
-                known = (
-                    self._again(func, args, kwargs) is not None
-                )  # of a view: into the memory of what it is a view of
-            if not known:
-                self._known.clear()  # views of what is written to, too
+            self._write(func, schema, args, kwargs, given)
             return
         if len(made) != 1 or not (is_real(made[0]) or fakes.is_fake(made[0])) or made[0].numel() > _MOST:
             return
+        if schema.functional in _GARBAGE:
+            self._empty[made[0]] = True
         fill = self._fill(schema.functional, args, kwargs)
         lifted = schema.functional in ("lift_fresh", "lift_fresh_copy")  # of Python's numbers
-        known = lifted or (schema.functional not in _GARBAGE and all(x in self._known for x in given))
+        own = [x for x in given if x not in self._known]
+        known = lifted or (schema.functional not in _GARBAGE and (not own or all(map(self._own, own))))
         if is_real(made[0]):
             if known or fill is not None:
                 self._known[made[0]] = None
@@ -61,7 +75,23 @@ class Shadows:
         elif known:
             found = self._again(func, args, kwargs)
             if isinstance(found, Tensor):
-                self._known[made[0]] = found
+                self._known[made[0]] = found.clone() if own else found  # not the program's own memory
+
+    def _write(self, func: Any, schema: Schema, args: Any, kwargs: Any, given: Sequence[Tensor]) -> None:
+        """A call writes: into the shadow, of a view into the memory of what it is of; or nothing is known of that memory."""
+        targets = [*_targets(schema, args, kwargs)]
+        name, memory = schema.functional, {*map(memory_of, targets)}
+        known = all(x in self._known or (all(x is not t for t in targets) and self._own(x)) for x in given)
+        if known and (all(self._known[x] is None for x in targets) or self._again(func, args, kwargs) is not None):
+            return
+        self._lost |= memory
+        for x in [x for x in self._known if memory_of(x) in memory]:
+            del self._known[x]
+        if name in ("zero", "fill", "copy") and targets[0] in self._empty and all(x in self._known for x in given[1:]):
+            x = targets[0]
+            self._known[x] = None if is_real(x) else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            if not is_real(x) and self._again(func, args, kwargs) is None:
+                del self._known[x]
 
     def _again(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The call on what has data; None where that cannot be: nothing is known then."""
@@ -76,3 +106,19 @@ class Shadows:
         if kind != "full":
             return _FILLED.get(kind)
         return kwargs.get("fill_value", args[-1])
+
+
+def _targets(schema: Schema, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that a call writes to."""
+    named = {**dict(zip(schema.arguments, args, strict=False)), **kwargs}
+    for name in schema.written:
+        yield from (x for x in tree_leaves(named.get(name)) if isinstance(x, Tensor))
+
+
+def memory_of(x: Tensor) -> int:
+    """A number of the memory that a tensor lies in."""
+    local = x._local if isinstance(x, DistTensor) else x
+    try:
+        return int(local.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return id(local)

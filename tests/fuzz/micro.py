@@ -1,0 +1,236 @@
+"""Random steps of tensor statements, cut in microbatches: views, memory that is written to, sums, sorts. One card's numbers?
+
+``python -m fuzz.micro --seed 17 --count 1 --show``: one again, with its text.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+
+import onecard as oc
+from fuzz.counts import CALLS, CLASSES, ROWS, alike, hot
+from fuzz.statements import IN_PLACE, OPERATORS, VIEWS
+from onecard.errors import RecordingError
+from onecard.static.passes.microbatches import Microbatches
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+DRAWN = ("dropout", "normal_(", "checkpoint", ".unique", "histc")
+"""What each microbatch draws for itself, or reads on the host."""
+FIRST = (
+    "e = F.cross_entropy(o, y, reduction='none')", "w = (y != 4).float()", "m = torch.ones(len(y))", "m = torch.zeros({rows}, 3)",
+    "t = normal({s}, 5) * 1", "a = torch.arange(len(y)) * 0.1", "q = hot(y)", "c = (x > 0).sum(1) * 0.1",
+    "p = o.softmax(1)", "m = torch.zeros(())", "m = normal({s}, 2, 5) * 1", "u = o.new_zeros(len(o), 2)",
+)  # fmt: skip
+LAST = (
+    "{v}.mean()", "{v}.sum()", "{v}.sum() / len(y)", "({v} * {u}).mean()", "({v} * {u}).sum()", "{v}.square().mean()", "e.mean()",
+    "{v}.sum() / {u}.abs().sum().clamp(min=1)", "({v} * {u}).sum() / {u}.abs().sum().clamp(min=1)",
+    "(e * {u}).mean()", "e.mean() * {u}.mean()", "e.sum() / {u}.abs().sum().clamp(min=1)",
+)  # fmt: skip
+
+
+class Longer(Exception):
+    """A table of the program's that is as long as the batch: a microbatch has none."""
+
+
+_tables: dict[Any, Tensor] = {}
+
+
+def _table(key: Any, make: Callable[[], Tensor]) -> Tensor:
+    """Of the program's own: made as it is drawn, and not by its step."""
+    if key not in _tables:
+        if "closed" in _tables:
+            raise Longer
+        _tables[key] = make()
+    return _tables[key]
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return _table((seed, shape), lambda: torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def ints(seed: int, high: int, *shape: int) -> Tensor:
+    return _table(
+        (seed, high, shape), lambda: torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+    )
+
+
+NAMES = {"torch": torch, "F": F, "hot": hot, "normal": normal, "ints": ints}
+
+
+class Drawing:
+    """A step's statements, each tried on a batch as it is drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self.r = random.Random(seed)
+        self.lines: list[str] = []
+        x, y = normal(1, ROWS, 8), ints(2, CLASSES, ROWS)
+        self.space: dict[str, Any] = {"x": x, "y": y, "o": (x[:, :CLASSES] * 1.5).requires_grad_() * 1.0}
+        self.say(FIRST[0])
+        for _ in range(self.r.randint(1, 3)):
+            self.say(self.r.choice(FIRST[1:]).format(rows=self.r.choice(("len(y)", "len(o)", "4")), s=self.seed()))
+
+    def seed(self) -> int:
+        return self.r.randrange(1000)
+
+    def say(self, line: str) -> bool:
+        trial = {
+            k: v.detach().clone().requires_grad_(v.requires_grad) * 1 if k in "x" else v for k, v in self.space.items()
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                exec(line, NAMES, trial)
+                made = [v for v in trial.values() if isinstance(v, Tensor) and v.is_floating_point()]
+                if any(not v.isfinite().all() or v.numel() > 4000 or v.abs().sum() > 1e5 for v in made):
+                    return False
+            except Exception:
+                return False
+        self.space = trial
+        self.lines.append(line)
+        return True
+
+    def floats(self) -> list[str]:
+        found = [k for k, v in self.space.items() if isinstance(v, Tensor) and v.is_floating_point() and k != "x"]
+        return [*found, *found[2:]]  # later ones more often
+
+    def fill(self, text: str, x: str) -> str | None:
+        shape = self.space[x].shape
+        if not shape and any(blank in text for blank in ("{d}", "{e}", "{n}", "{i}", "{k}")):
+            return None
+        dim = self.r.choice([*range(len(shape)), len(shape) - 1]) if shape else 0
+        n = max(shape[dim], 1) if shape else 1
+        y = self.r.choice(self.floats())
+        i = self.r.randrange(max(1, min(n, shape[0] if shape else 1)))
+        other = self.r.randrange(max(len(shape), 1))
+        return text.format(
+            x=x, y=y, d=dim, e=other, n=n, i=i, k=self.r.randint(1, n), c=self.r.choice((-1, 0, 1, 2)), s=self.seed()
+        )
+
+    def step(self) -> None:
+        x = self.r.choice([*self.floats(), "x"])
+        chance = self.r.random()
+        table = OPERATORS if chance < 0.5 else VIEWS if chance < 0.7 else IN_PLACE
+        text = self.fill(self.r.choice([t for t in table if not any(d in t for d in DRAWN)]), x)
+        if text is None:
+            return
+        if table is IN_PLACE:
+            self.say(f"with torch.no_grad(): {text}" if self.r.random() < 0.25 else text)
+        else:
+            self.say(f"v{len(self.lines)} = {text}")
+
+    def term(self) -> str | None:
+        graphs = [k for k, v in self.space.items() if isinstance(v, Tensor) and v.requires_grad and k != "x"]
+        text = self.r.choice(LAST).format(v=self.r.choice([*graphs, *graphs[2:]]), u=self.r.choice(self.floats()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found = eval(text, NAMES, self.space)
+            except Exception:
+                return None
+        return text if found.dim() == 0 and found.requires_grad and found.isfinite() and found.abs() < 1e3 else None
+
+
+def drawn(seed: int) -> str:
+    """The text of a step's loss."""
+    _tables.clear()
+    d = Drawing(seed)
+    for _ in range(d.r.randint(1, 6)):
+        d.step()
+    terms = [t for t in (d.term() for _ in range(d.r.choice((1, 1, 2, 3)))) if t] or ["e.mean()"]
+    return "\n".join([*d.lines, "loss = " + " + ".join(terms)])
+
+
+def trained(text: str, k: int | None) -> Tensor:
+    """(CALLS,) losses of a net that trains. ``k``: None runs the step as it is."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    body = "\n    ".join(text.splitlines())
+    exec(compile(f"def loss_of(o, x, y):\n    {body}\n    return loss", "step", "exec"), names := dict(NAMES))
+    loss_of = names["loss_of"]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        found = loss_of(net(x), x, y)
+        found.backward()
+        optimizer.step()
+        return found.detach()
+
+    run = step if k is None else oc.to_static(step, k_steps=k)
+    made = torch.Generator().manual_seed(1)
+    losses = [
+        run(torch.randn(ROWS, 8, generator=made), torch.randint(0, CLASSES, (ROWS,), generator=made))
+        for _ in range(CALLS)
+    ]
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    return torch.cat([torch.stack(losses), weights])
+
+
+def _needless(text: str, k: int, one: Tensor) -> bool:
+    """Whether microbatches that are refused give one card's numbers, were they not."""
+    with mock.patch.object(Microbatches, "_judge"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return alike(one, trained(text, k))
+        except Exception:
+            return False
+
+
+def judged(text: str, k: int, needless: bool = False) -> tuple[str, str]:
+    """right, refused (right though refused: ``needless`` asks), told, silent, error; void: no number on one card; and words."""
+    try:
+        one = trained(text, None)
+    except Exception as error:
+        return "void", str(error)
+    if not torch.isfinite(one).all() or one.abs().max() > 1e3:
+        return "void", ""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            _tables["closed"] = torch.ones(())
+            found = trained(text, k)
+        except Longer:
+            return "void", "a table as long as the batch"
+        except RecordingError as error:
+            return "right though refused" if needless and _needless(text, k, one) else "refused", str(error)
+        except Exception as error:
+            return "error", f"{type(error).__name__}: {error}"
+        finally:
+            _tables.pop("closed")
+    words = [str(w.message) for w in said if "recorded anew" not in str(w.message)]
+    return "right" if alike(one, found) else "told" if words else "silent", " | ".join(words)
+
+
+def main(seed: int = 0, count: int = 200, k: int = 4, show: bool = False, needless: bool = False) -> None:
+    """Random steps under microbatches; exit status 1 if any gives other numbers than one card's, and nobody was told.
+
+    Args:
+        seed: the first step's.
+        count: how many.
+        k: microbatches.
+        show: print each text.
+        needless: print those that are refused and would be right.
+    """
+    found = Counter[str]()
+    for number in range(seed, seed + count):
+        what, words = judged(text := drawn(number), k, needless)
+        found[what] += 1
+        if show or what in ("silent", "error", "right though refused"):
+            print(f"seed {number}: {what}: {words[:600]}\n    " + text.replace("\n", "\n    "), flush=True)
+    print(", ".join(f"{n} {what}" for what, n in found.most_common()))
+    sys.exit(found["silent"] > 0)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
