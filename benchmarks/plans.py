@@ -182,8 +182,8 @@ def _found(name: str, ranks: int, machine: Machine, memory: int, fixed: dict[str
 
 def in_truth(rank_counts: list[int], rounds: int, only: str) -> None:
     """For each program every plan measured: where the one that is found comes, and what it takes of half the memory."""
-    machine = Machine.measure()
     for ranks in rank_counts:
+        machine = run_ranks(Machine.measure, ranks, timeout=300.0)[0]  # with as many at work as there will be
         for name in (name for name in _programs() if only in name):
             found = _found(name, ranks, machine, 0, REDUCED)
             plans = list(dict.fromkeys(reduced(name, ranks, machine)))

@@ -16,6 +16,7 @@ from launching import python
 
 import onecard as oc
 from onecard.cli import main
+from onecard.commands import here
 from onecard.commands.completion import options_of
 from onecard.commands.front import scripts_traceback
 from onecard.commands.listed import COMMANDS
@@ -76,7 +77,7 @@ def test_help_ends_with_0_and_says_every_option():
 
 def test_each_command_has_a_module_and_no_other_is_one():
     folder = ROOT / "src" / "onecard" / "commands"
-    shared = {"__init__", "find", "front", "listed", "options", "waiting"}
+    shared = {"__init__", "find", "front", "here", "listed", "options", "waiting"}
     assert {path.stem for path in folder.glob("*.py")} - shared == {*COMMANDS}
 
 
@@ -335,3 +336,12 @@ def test_bash_completes_commands_options_and_files(tmp_path):
     assert "-o default" in how  # names of files, where no word fits
     status, script, _ = called("completion", "zsh")
     assert status == 0 and script.startswith("#compdef onecard")
+
+
+def test_a_cpu_is_measured_with_as_many_ranks_at_work_as_it_has_cores_for(monkeypatch):
+    asked, found = [], oc.Machine()
+    monkeypatch.setattr(here, "run_ranks", lambda work, nproc, **_: asked.append((work, nproc)) or [found])
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert [here.measured_for(ranks)() is found for ranks in (2, 1024)] == [True, True]
+    assert asked == [(oc.Machine.measure, 2), (oc.Machine.measure, 4)]
+    assert here.measured_for(1) is oc.Machine.measure

@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from onecard.commands.front import answered, check_rank, check_script, divided, parsed, print_json
+from onecard.commands.here import measured_for
 from onecard.commands.options import Outputs, plan_file
 from onecard.commands.simulate import show, write
 from onecard.commands.waiting import waiting
@@ -63,7 +64,7 @@ def _run(asked: Asked, script: list[str]) -> int:
     with waiting("pricing") as say:
         if asked.machine == "here":
             say("measuring this machine")
-        machine = replace(machine_named(asked.machine, Machine.measure), per_host=asked.per_host)
+        machine = replace(machine_named(asked.machine, measured_for(asked.world or 1)), per_host=asked.per_host)
         say(f"running {asked.script} up to its second step")
         found: JobCost | RankStep
         if asked.plan is not None:

@@ -22,9 +22,9 @@ from onecard.commands.front import (
     parsed,
     print_json,
 )
+from onecard.commands.here import measured_for
 from onecard.commands.waiting import waiting
 from onecard.launch.rehearsal.rehearse import rehearse
-from onecard.machine.cost import Machine
 from onecard.planning.machine_file import machine_named
 from onecard.reports.step_messages import StepMessages, step_messages
 
@@ -69,7 +69,7 @@ def _run(asked: Asked, words: list[str]) -> int:
     with waiting("explaining") as say:
         if asked.machine == "here":
             say("measuring this machine")
-        machine = replace(machine_named(asked.machine, Machine.measure), per_host=asked.per_host)
+        machine = replace(machine_named(asked.machine, measured_for(asked.world)), per_host=asked.per_host)
         say(f"running {asked.script} up to its second step")
         found, cost = rehearse(asked.script, words, asked.world, asked.rank, machine)
         messages = step_messages(found.step, cost, found.asked, asked.rank, asked.world)

@@ -18,6 +18,7 @@ from onecard.auto.apply import PLAIN, pure
 from onecard.auto.calls import over
 from onecard.auto.files import Overlay
 from onecard.auto.rank import Job
+from onecard.commands.here import measured_for
 from onecard.errors import NothingFits, OnecardError, PlanError
 from onecard.launch._explain import say
 from onecard.launch._options import Target
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 def looked(script: Path, arguments: list[str], ranks: int, machine: str, memory: float) -> tuple[Job, str]:
     """The plan, and why it was chosen; data parallelism where the program cannot be rehearsed."""
-    on = machine_named(machine, Machine.measure) if machine else this_machine()
+    on = machine_named(machine, measured_for(ranks)) if machine else this_machine()
     try:
         with open(os.devnull, "w") as nothing, redirect_stderr(nothing):
             found, names = searched(script, arguments, ranks, on, memory)

@@ -27,10 +27,10 @@ from onecard.commands.front import (
     print_json,
     refuse,
 )
+from onecard.commands.here import measured_for
 from onecard.commands.options import Pairs, check_fixed, model_fields, pairs, typed
 from onecard.commands.waiting import waiting
 from onecard.errors import NothingFits, PlanError
-from onecard.machine.cost import Machine
 from onecard.planning.job import bytes_in_words, seconds_in_words
 from onecard.planning.machine_file import machine_named, this_machine
 from onecard.planning.search.api import OBJECTIVES, plan
@@ -117,7 +117,7 @@ def _script(asked: Asked, words: list[str], fixed: Mapping[str, Any]) -> tuple[P
             "--batch and --sequence are of a model; a script has its own batch: give it its own arguments behind --"
         )
     check_script(Path(asked.target))
-    on = machine_named(asked.machine, Machine.measure) if asked.machine else this_machine()
+    on = machine_named(asked.machine, measured_for(asked.world)) if asked.machine else this_machine()
     found, names = searched(
         Path(asked.target), words, asked.world, on, asked.memory or 0.0, {**PLAIN, **fixed}, asked.objective
     )
@@ -131,7 +131,7 @@ def _model(asked: Asked, fixed: Mapping[str, Any]) -> tuple[Plans, str]:
         sizes = replace(sizes, sequence=asked.sequence)
     limit = int(asked.memory * 2**30) if asked.memory else None
     found = plan(
-        sizes, world=asked.world, machine=machine_named(asked.machine or "H100", Machine.measure),
+        sizes, world=asked.world, machine=machine_named(asked.machine or "H100", measured_for(asked.world)),
         batch=asked.batch or asked.world, memory=limit, fixed=fixed, objective=asked.objective,
     )  # fmt: skip
     return found, found.best.to_json()
