@@ -49,8 +49,11 @@ class Shadows:
 
     def _own(self, x: Tensor) -> bool:
         """Whether a tensor is the program's own, as it was before the step."""
-        plain = not faked.here and type(x) in (Tensor, nn.Parameter) and not x.is_meta
-        return plain and x.numel() <= _FEW and memory_of(x) not in self._lost and not told(self._kinds.get(x))
+        plain = not faked.here and type(x) in (Tensor, nn.Parameter) and not x.is_meta and x.layout is torch.strided
+        if not plain or x.numel() > _FEW or fakes.is_fake(x) or told(self._kinds.get(x)):
+            return False
+        held = x.untyped_storage().nbytes()  # 0: given back for now, as a gathered parameter's between two uses
+        return held >= (x.storage_offset() + x.numel()) * x.element_size() and memory_of(x) not in self._lost
 
     def look(
         self, func: Any, schema: Schema, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor]
