@@ -368,6 +368,40 @@ def test_activations_that_are_written_in_part(name: str) -> None:
         assert float(found(x, y)[0]) == pytest.approx(float(wanted(x, y)[0]), rel=1e-5)
 
 
+OF_THE_LENGTH: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "an activation is written to": lambda o, y, k: (torch.ones(len(y)), o.add_(0.5))[0].sum(),
+    "a number, and a write": lambda o, y, k: (torch.tensor(float(len(y))), o.relu_())[0],
+    "times the program's": lambda o, y, k: k * torch.ones(len(y)).sum(),
+    "times its view": lambda o, y, k: k.view(1) * len(y),
+    "expanded": lambda o, y, k: k.expand(len(y)).sum(),
+    "beside the program's": lambda o, y, k: torch.stack([torch.tensor(float(len(y))), k])[0],
+    "chosen": lambda o, y, k: torch.where(k > 0, torch.tensor(float(len(y))), k),
+    "into a copy": lambda o, y, k: k.clone().mul_(len(y)),
+    "into memory that was empty": lambda o, y, k: torch.empty(len(y)).fill_(1.0).sum(),
+    "added to the program's": lambda o, y, k: k + len(y),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_LENGTH)
+def test_a_divisor_made_of_the_length(name: str) -> None:
+    """With the program's own tensor, or with a write between it and its use: it follows the rows, or is refused."""
+    own = torch.tensor(2.0)
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        each = cross_entropy(o, y, reduction="none")
+        return each.sum() / OF_THE_LENGTH[name](o * 1, y, own).squeeze()
+
+    wanted, found = steps(loss), oc.to_static(steps(loss), k_steps=2)
+    if name == "added to the program's":
+        with pytest.raises(RecordingError, match="takes the length of a microbatch"):
+            for x, y in batches()[:2]:
+                found(x, y)
+        return
+    for x, y in batches()[:3]:
+        assert float(found(x, y)[0]) == pytest.approx(float(wanted(x, y)[0]), rel=1e-5)
+    assert own == 2.0  # a look computes in memory of its own
+
+
 @pytest.mark.parametrize("seed", [12, 26, 115, 124, 170, *range(300, amount(303, 800))])
 def test_random_statements(seed: int) -> None:
     assert micro.judged(micro.drawn(seed), 4)[0] in ("right", "told", "refused", "void")
