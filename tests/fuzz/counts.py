@@ -110,11 +110,19 @@ def hot(y: Tensor) -> Tensor:
 
 def trained(text: str, k: int | None) -> tuple[Tensor, list[str]]:
     """(CALLS,) losses, and what was told of microbatches. ``k``: None runs the step as it is."""
+    table = torch.linspace(0.5, 2, CLASSES)
+    loss: Loss = eval(f"lambda o, x, y: {text}", {"torch": torch, "F": F, "table": table, "hot": hot, **WRITTEN})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        losses, _ = trains(loss, k)
+    return losses, [str(w.message) for w in said]
+
+
+def trains(loss: Loss, k: int | None) -> tuple[Tensor, nn.Module]:
+    """(CALLS,) losses of a net, and the net. ``k``: microbatches; None runs the step as it is."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, CLASSES))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
-    table = torch.linspace(0.5, 2, CLASSES)
-    loss: Loss = eval(f"lambda o, x, y: {text}", {"torch": torch, "F": F, "table": table, "hot": hot, **WRITTEN})
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -124,14 +132,11 @@ def trained(text: str, k: int | None) -> tuple[Tensor, list[str]]:
         return found.detach()
 
     run = step if k is None else oc.to_static(step, k_steps=k)
-    generator = torch.Generator().manual_seed(1)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        losses = [
-            run(torch.randn(ROWS, 8, generator=generator), torch.randint(0, CLASSES, (ROWS,), generator=generator))
-            for _ in range(CALLS)
-        ]
-    return torch.stack(losses), [str(w.message) for w in said]
+    made = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(ROWS, 8, generator=made), torch.randint(0, CLASSES, (ROWS,), generator=made)) for _ in range(CALLS)
+    ]
+    return torch.stack([run(x, y) for x, y in batches]), net
 
 
 def judged(seed: int, k: int) -> str:

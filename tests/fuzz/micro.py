@@ -16,10 +16,9 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 import tyro
-from torch import Tensor, nn
+from torch import Tensor
 
-import onecard as oc
-from fuzz.counts import CALLS, CLASSES, ROWS, alike, hot
+from fuzz.counts import CLASSES, ROWS, alike, hot, trains
 from fuzz.statements import IN_PLACE, OPERATORS, VIEWS
 from onecard.errors import RecordingError
 from onecard.static.passes.microbatches import Microbatches
@@ -152,29 +151,11 @@ def drawn(seed: int) -> str:
 
 
 def trained(text: str, k: int | None) -> Tensor:
-    """(CALLS,) losses of a net that trains. ``k``: None runs the step as it is."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, CLASSES))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    """Losses of a net that trains, and its parameters at the end. ``k``: None runs the step as it is."""
     body = "\n    ".join(text.splitlines())
     exec(compile(f"def loss_of(o, x, y):\n    {body}\n    return loss", "step", "exec"), names := dict(NAMES))
-    loss_of = names["loss_of"]
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        found = loss_of(net(x), x, y)
-        found.backward()
-        optimizer.step()
-        return found.detach()
-
-    run = step if k is None else oc.to_static(step, k_steps=k)
-    made = torch.Generator().manual_seed(1)
-    losses = [
-        run(torch.randn(ROWS, 8, generator=made), torch.randint(0, CLASSES, (ROWS,), generator=made))
-        for _ in range(CALLS)
-    ]
-    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-    return torch.cat([torch.stack(losses), weights])
+    losses, net = trains(names["loss_of"], k)
+    return torch.cat([losses, *[p.detach().flatten() for p in net.parameters()]])
 
 
 def _needless(text: str, k: int, one: Tensor) -> bool:

@@ -120,9 +120,9 @@ def remembering() -> type:
 
     class Remembering(module.FakeTensorMode):  # type: ignore[name-defined]
         def _by_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            # A call that fails raises; torch 2.14 shows its traceback besides, above the words that the user gets.
             if func is _GROUPED and args[0].device.type == "cpu" and args[0].dtype != torch.bfloat16:
-                return super().__torch_dispatch__(_EMPTY, types, (args[0], *_grouped(*args, **kwargs)), {})
+                return super().__torch_dispatch__(_EMPTY, types, (args[0], grouped_shape(*args[:3], **kwargs)), {})
+            # A call that fails raises; torch 2.14 shows its traceback besides, above the words that the user gets.
             log = module.log
             was, log.disabled = log.disabled, True
             try:
@@ -154,10 +154,10 @@ def remembering() -> type:
     return Remembering
 
 
-def _grouped(x: Tensor, y: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> tuple[list[int]]:
-    """The shape of a product in groups: torch's own function for it (2.15) knows what GPUs take, and CPUs take any dtype."""
+def grouped_shape(x: Tensor, y: Tensor, offs: Tensor | None = None, **_: Any) -> list[int]:
+    """Of a product in groups: torch's own function for it (2.15) knows what GPUs take, and CPUs take any dtype."""
     groups = [len(offs)] if offs is not None and x.dim() == y.dim() == 2 else [x.shape[0]] if x.dim() == y.dim() else []
-    return ([*groups, x.shape[-2], y.shape[-1]],)
+    return [*groups, x.shape[-2], y.shape[-1]]
 
 
 def _told(key: list[Any], values: Iterable[Any], mode: Any, fake: type) -> bool:

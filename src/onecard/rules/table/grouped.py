@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onecard import recorded
-from onecard._torch.fakes import is_fake
+from onecard._torch.fakes import grouped_shape, is_fake
 from onecard.recorded import values_of
 from onecard.rules.call import Call
 from onecard.rules.local import Local
@@ -112,8 +112,7 @@ def _results(call: Call) -> list[Tensor]:
     x, y, offs = call.self, call.values["mat2"], call.values.get("offs")
     if offs is None or (x.dim(), y.dim()) not in ((2, 3), (2, 2)):
         return call.meta_results()
-    shape = (x.shape[0], y.shape[2]) if y.dim() == 3 else (offs.shape[0], x.shape[0], y.shape[1])
-    return [x.new_empty(shape, dtype=call.values.get("out_dtype"))]
+    return [x.new_empty(grouped_shape(x, y, offs), dtype=call.values.get("out_dtype"))]
 
 
 def _macs(call: Call) -> int:
