@@ -372,7 +372,7 @@ OF_THE_LENGTH: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "an activation is written to": lambda o, y, k: (torch.ones(len(y)), o.add_(0.5))[0].sum(),
     "a number, and a write": lambda o, y, k: (torch.tensor(float(len(y))), o.relu_())[0],
     "times the program's": lambda o, y, k: k * torch.ones(len(y)).sum(),
-    "times its view": lambda o, y, k: k.view(1) * len(y),
+    "times its view": lambda o, y, k: (k.view(1) * len(y)).sum(),
     "expanded": lambda o, y, k: k.expand(len(y)).sum(),
     "beside the program's": lambda o, y, k: torch.stack([torch.tensor(float(len(y))), k])[0],
     "chosen": lambda o, y, k: torch.where(k > 0, torch.tensor(float(len(y))), k),
@@ -389,7 +389,7 @@ def test_a_divisor_made_of_the_length(name: str) -> None:
 
     def loss(o: Tensor, x: Tensor, y: Tensor) -> Tensor:
         each = cross_entropy(o, y, reduction="none")
-        return each.sum() / OF_THE_LENGTH[name](o, y, own).squeeze()
+        return each.sum() / OF_THE_LENGTH[name](o, y, own)
 
     if name == "added to the program's":
         with pytest.raises(RecordingError, match="takes the length of a microbatch"):
