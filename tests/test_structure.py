@@ -83,7 +83,8 @@ FLOORS = {
     ],
     "checkpoint": ["format", "writer", "reader", "api"],
     "static": [
-        "step", "code", "guards", "capture", "price", "passes", "run", "file", "show", "recording", "call", "api", "measure",
+        "step", "code", "guards", "capture", "price", "passes", "run", "file", "show", "recording", "whole_batch", "call", "api",
+        "measure",
     ],
     "pipeline": ["schedule", "run", "cut"],
     "engine": [

@@ -31,6 +31,15 @@ FIRST = (
     "t = normal({s}, 5) * 1", "a = torch.arange(len(y)) * 0.1", "q = hot(y)", "c = (x > 0).sum(1) * 0.1",
     "p = o.softmax(1)", "m = torch.zeros(())", "m = normal({s}, 2, 5) * 1", "u = o.new_zeros(len(o), 2)",
 )  # fmt: skip
+ORDERED = 100_000  # of the seeds from here on some sort their rows
+ORDERS = (
+    "n = y.argsort().argsort() * 0.1", "n = o[y.argsort()] * 1", "n = o[y.argsort()][y.argsort().argsort()]",
+    "n = y.cumsum(0) * 0.01",
+    "n = y.sort().values * 0.2", "n = e[o[:, 0].argsort()]", "n = torch.histc(y.float(), 5, 0, 4)",
+    "n = x.sort(0).values[:, :5] * 1",
+    "n = torch.zeros_like(e).index_add(0, y.argsort(), e[y.argsort()])", "n = o.sort(1).values", "n = o[:, 1].sort().values",
+    "n = o.argsort(1).argsort(1) * 0.1 * o", "n = (y == 1).long().cumsum(0) * e", "n = F.one_hot(y, 5).cumsum(0).sum(1) * 0.1",
+)  # fmt: skip
 LAST = (
     "{v}.mean()", "{v}.sum()", "{v}.sum() / len(y)", "({v} * {u}).mean()", "({v} * {u}).sum()", "{v}.square().mean()", "e.mean()",
     "{v}.sum() / {u}.abs().sum().clamp(min=1)", "({v} * {u}).sum() / {u}.abs().sum().clamp(min=1)",
@@ -144,6 +153,8 @@ def drawn(seed: int) -> str:
     """The text of a step's loss."""
     _tables.clear()
     d = Drawing(seed)
+    if seed >= ORDERED and d.r.random() < 0.7:
+        d.say(d.r.choice(ORDERS))
     for _ in range(d.r.randint(1, 6)):
         d.step()
     terms = [t for t in (d.term() for _ in range(d.r.choice((1, 1, 2, 3)))) if t] or ["e.mean()"]

@@ -81,7 +81,14 @@ class Applied:
         if placed:
             check_names(model, self.plan)
         again = _blocks(model)[: self.plan.recompute_blocks or None] if self.plan.recompute == "full" else []
-        lay_out(model, self.mesh, lambda name: placed_by(patterns, name, self.mesh.dim_names), staged=self.plan.pp > 1)
+        zero3 = self.plan.zero == 3 and self.plan.dp > self.plan.replicas
+        lay_out(
+            model,
+            self.mesh,
+            lambda name: placed_by(patterns, name, self.mesh.dim_names),
+            staged=self.plan.pp > 1,
+            divided=zero3,
+        )
         for block in again:  # their forward runs again in backward
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(runs_of, block))
         hold_outputs(outputs, model)

@@ -31,8 +31,8 @@ STATED = {
 }
 """For each trait the operators: "view" (every overload) or "view.default". Composite operators have no row, and are here, too."""
 _TOLD = {trait: frozenset(names.split()) for trait, names in STATED.items()}
-_STATISTICS = ("running_mean", "running_var")
-_WRITTEN = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), _STATISTICS)
+STATISTICS = ("running_mean", "running_var")
+_WRITTEN = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), STATISTICS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from onecard.static.run.elsewhere import in_order, settle
 from onecard.static.run.rechecked import Recounted, given_to
 from onecard.static.step import refusals
 from onecard.static.step.step import ANEW, MISS
+from onecard.static.whole_batch import first_replay
 
 ENOUGH = 2  # recordings that were not what the step does: after so many it runs as it is
 
@@ -315,7 +316,9 @@ class Static:
             self._ranks = tuple(sorted({rank for line in recording.bound.checks.lines for rank in line.ranks}))
         if self._parts is None:
             return result
-        return recording(*args, **kwargs) if recording.bound is not None else self._as_it_is(args, kwargs)
+        if recording.bound is None:
+            return self._as_it_is(args, kwargs)
+        return first_replay(name_of(self.fn), recording.bound, args, kwargs, lambda: self._as_it_is(args, kwargs))
 
     def _all_record(self, why: str, agreed: bool) -> None:
         """Whoever exchanges messages with this rank records the step anew as well."""

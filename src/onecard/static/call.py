@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onecard._torch.graphs import emptied
-from onecard._torch.names import tree_flatten, tree_unflatten
-from onecard.comm.base.record import user_line
+from onecard._torch.names import tree_flatten
 from onecard.comm.base.state import faked
 from onecard.comm.issue.groups import Group
 from onecard.errors import OnecardError, RecordingError
@@ -27,7 +26,8 @@ from onecard.static.guards.before import changed_itself, still_before
 from onecard.static.guards.numbers import plain
 from onecard.static.passes import RewrittenGraph, StaticOptions, fitting, rewritten, withheld
 from onecard.static.passes.additive import Additive, Verdict
-from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
+from onecard.static.passes.dependence import Doubt
+from onecard.static.passes.microbatches import BatchRows, Microbatches
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import ReplayTurn, all_or_none, check_agreed, together
 from onecard.static.run.bound import BoundRecording, kinds_of
@@ -35,6 +35,7 @@ from onecard.static.run.difference import between
 from onecard.static.run.elsewhere import check_begins, make_room
 from onecard.static.run.rechecked import Checks
 from onecard.static.step.step import AnyStep, Output
+from onecard.static.whole_batch import WholeBatch, calls_of
 
 
 def name_of(fn: Any) -> str:
@@ -66,62 +67,15 @@ def roots_given(fn: Any, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 @dataclass(frozen=True)
-class _WholeCall:
-    """A call of a step that is cut in microbatches, looked at on its whole batch without being done."""
-
-    fn: Any
-    leaves: Sequence[Any]
-    names: Sequence[str]
-    tree: Any
-    options: StaticOptions
-    parts: Microbatches
-
-    def rows(self) -> BatchRows:
-        """How long the results of the whole batch are."""
-        return rows_of(tree_unflatten(self.leaves, self.tree), self._result(self.leaves))
-
-    def _result(self, leaves: Sequence[Any], looker: Additive | None = None) -> Any:
-        """What the step returns, of the whole batch or a part of it."""
-        capture = Capture(leaves, self.names, roots_given(self.fn, leaves), self.options.ask)
-        capture.leaves_nothing = True
-        undo = capture.undone(sketched=True)
-        try:
-            with autocast(self.options.dtype, leaves), self.parts.around(), looker or nullcontext():
-                result = capture.run(self.fn, self.tree)
-            if looker is not None:
-                looker.returned(result)
-            return result
-        finally:
-            capture.settle()
-            undo.back()
-
-    def compared(self, first: Additive, part: Sequence[Any]) -> Verdict:
-        """How the step depends on its rows, by this second look: which of its numbers follow the rows.
-
-        One that is another for the same ``part`` of them, by a third look, follows something else: the check of recordings tells.
-        """
-        looker = Additive(self.leaves, first.verdict, self.parts.k_steps)
-        try:
-            self._result(self.leaves, looker)
-            if looker.moved:
-                again = Additive(part, first.verdict, 1)
-                self._result(part, again)
-                if again.moved:
-                    return first.verdict
-        except RecordingError:  # the step reads values (``ask``), which are not there without data
-            return Verdict(open=True) if first.unsure else first.verdict
-        return looker.verdict
-
-
-@dataclass(frozen=True)
 class _Written:
     """A run that is written down: of a step in microbatches the first of them, which is taken back."""
 
     capture: Capture
     recording: Recording
     result: Any
-    batch: _WholeCall | None
+    batch: WholeBatch | None
     seen: Verdict | None
+    late: Sequence[Doubt]
     ranks: tuple[int, ...]
     """Those that record a step together, so that none can go on where one fails."""
 
@@ -172,7 +126,7 @@ def _recorded(
     capture, recording, batch = found[0].capture, found[0].recording, found[0].batch
     if batch is not None:
         rows = batch.rows if sketched else lambda: whole
-        recording = batch.parts.merged(recording, leaves, rows, seen=found[0].seen)
+        recording = batch.parts.merged(recording, leaves, rows, seen=found[0].seen, more=found[0].late)
     alike, lines = _alike(recording, options, ranks)
     with all_or_none(name, "bind", ranks) if sketched else nullcontext():
         before, recording = recording.graph, recording.with_graph(alike.graph)
@@ -210,8 +164,9 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
         raise RecordingError(f"{name_of(fn)}: recording in inference mode; use torch.no_grad()")
     parts = options.microbatches
     first = leaves if parts is None else parts.first(leaves, names)
-    batch = None if parts is None else _WholeCall(fn, leaves, names, tree, options, parts)
-    capture = Capture(first, names, roots_given(fn, leaves), options.ask, options.replayed, options.rows)
+    name, roots = name_of(fn), roots_given(fn, leaves)
+    batch = None if parts is None else WholeBatch(name, fn, leaves, names, tree, roots, options, parts)
+    capture = Capture(first, names, roots, options.ask, options.replayed, options.rows)
     looker = Additive(first) if parts is not None and parts.avg is None else None
     undo = None if parts is None else capture.undone(parts.sketched)
     fault: Exception | None = None
@@ -221,7 +176,8 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
             result = capture.run(fn, tree)
         if looker is not None:
             capture.recorder.note_rows(looker.passes.rows)
-        recording = Recording.of(capture.step(name_of(fn), result))
+        calls = calls_of(capture) if batch is not None else []
+        recording = Recording.of(capture.step(name, result))
     except Exception as why:
         fault = why
     finally:
@@ -230,17 +186,19 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
             undo.back(counts=fault is None)
     if fault is not None:
         if batch is not None and (batch.parts.sketched or not isinstance(fault, OnecardError)):
-            _said_of_the_batch(batch, fault)
+            batch.said(fault)
         raise fault
     _check_backward(recording)
-    _check_repeated(capture, name_of(fn), parts)
-    seen = None
-    if batch is not None and looker is not None:
-        seen, noted = looker.returned(result), looker.verdict.noted
-        if looker.unsure or seen.values or not _sets_up(capture):
-            seen = batch.compared(looker, first)
-        noted.clear()  # values, which Python's collector would be waited for
-    return _Written(capture, recording, result, batch, seen, () if parts is None else parts.everyone(recording))
+    _check_repeated(capture, name, parts)
+    seen, late = None, list[Doubt]()
+    if batch is not None:
+        if looker is not None:
+            looker.returned(result)
+        seen, whole = batch.compared(looker, first)
+        late = batch.late(recording, calls, whole, first)
+        if looker is not None:
+            looker.verdict.noted.clear()  # values, which Python's collector would be waited for
+    return _Written(capture, recording, result, batch, seen, late, () if parts is None else parts.everyone(recording))
 
 
 def _check_repeated(capture: Capture, name: str, parts: Microbatches | None) -> None:
@@ -326,34 +284,6 @@ def _sketched_again(
         undo.back()
     emptied(capture.recorder.graph)
     return found
-
-
-def _said_of_the_batch(batch: _WholeCall, fault: Exception) -> None:
-    """What a microbatch cannot, in the user's numbers, if the step can be looked at again as it is left (a scaler cannot).
-
-    Raises:
-        OnecardError: the same refusal, of the whole batch.
-        RecordingError: the whole batch can be done: something is as long as that.
-    """
-    errors = RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError
-    try:
-        batch.rows()
-    except OnecardError:
-        raise
-    except errors:
-        return
-    if isinstance(fault, errors) and not isinstance(fault, OnecardError):
-        inner = fault.__traceback__
-        while inner is not None and inner.tb_next is not None:
-            inner = inner.tb_next
-        where = user_line(inner.tb_frame if inner is not None else None)
-        raise RecordingError(
-            f"{name_of(batch.fn)}: what can be done with the whole batch cannot with one of its {batch.parts.k_steps} "
-            f"microbatches, at {where}: {type(fault).__name__}: {fault}. Something there is as long as the batch, and is not cut "
-            "with it (a state of each row that is carried from batch to batch, a mask or positions that are made outside), or "
-            "is cut with it and is none of its rows (an argument that is a table of as many entries). Make it of the rows at "
-            "hand (torch.arange(len(x))), give rows as arguments and tables as attributes, or use one microbatch"
-        ) from fault
 
 
 def _sets_up(capture: Capture) -> bool:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Placement, Replicate
 
 from onecard._torch import names as _torch
 from onecard._torch import patches
 from onecard._torch.leaves import used_before
 from onecard.errors import DispatchError
-from onecard.tensor.convert import shard_tensor
+from onecard.place.mesh import ProcessMesh
+from onecard.tensor.convert import checked, shard_tensor, told
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.moves import distribute
+
+
+def taken(whole: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
+    """What takes a plain tensor's place, outside autograd: its memory, where a rank has all of it, so that views stay views."""
+    made: DistTensor = told(whole, distribute(whole.detach(), checked(whole, mesh, placements, None), taken=True))
+    return made
 
 
 def become(tensor: Tensor, made: Tensor) -> None:

@@ -42,7 +42,7 @@ def telling(watcher: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
         _watchers.here.remove(watcher)
 
 
-def _told(x: Tensor, made: Any) -> Any:
+def told(x: Tensor, made: Any) -> Any:
     for watcher in _watchers.here:
         watcher(x, made)
     return made
@@ -91,19 +91,25 @@ def shard_tensor(
     tensor = data if isinstance(data, Tensor) else torch.as_tensor(data)
     if dtype is not None:
         tensor = tensor.to(dtype) if not isinstance(data, torch.nn.Parameter) else tensor.detach().to(dtype)
-    layout = _layout("shard_tensor", tensor, mesh, placements)
-    groups.check_world(mesh)
-    if check.on and src is None and mesh.coordinate() is not None:
-        check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [check.plain("data", tensor)])
-    elif sparse_check.on.here and src is None and mesh.size > 1 and mesh.coordinate() is not None:
-        watched.whole("shard_tensor", tensor, layout)
+    layout = checked(tensor, mesh, placements, src)
     if isinstance(data, torch.nn.Parameter):
         made = distribute(tensor.detach(), layout, src)
         return torch.nn.Parameter(made, data.requires_grad if requires_grad is None else requires_grad)  # type: ignore[return-value]
     if tensor.requires_grad and requires_grad is not False:
-        return _told(tensor, ShardTensor.apply(tensor, layout, src))
-    made = _told(tensor, distribute(tensor.detach(), layout, src))
+        return told(tensor, ShardTensor.apply(tensor, layout, src))
+    made = told(tensor, distribute(tensor.detach(), layout, src))
     return made.requires_grad_() if requires_grad else made
+
+
+def checked(whole: Tensor, mesh: ProcessMesh, placements: Sequence[Placement], src: int | None) -> Layout:
+    """The layout of a value that all ranks give."""
+    layout = _layout("shard_tensor", whole, mesh, placements)
+    groups.check_world(mesh)
+    if check.on and src is None and mesh.coordinate() is not None:
+        check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [check.plain("data", whole)])
+    elif sparse_check.on.here and src is None and mesh.size > 1 and mesh.coordinate() is not None:
+        watched.whole("shard_tensor", whole, layout)
+    return layout
 
 
 def _layout(call: str, x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> Layout:
@@ -253,10 +259,10 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement], a
         return shard_tensor(x, mesh, placements)
     layout = _layout("reshard", x, mesh, placements)
     if mesh is not x.mesh:
-        return _told(x, to_mesh(x, layout))
+        return told(x, to_mesh(x, layout))
     if layout is x._spec.layout:
         return x
-    return _told(x, Reshard.apply(x, layout, async_op))
+    return told(x, Reshard.apply(x, layout, async_op))
 
 
 def unshard(x: Tensor) -> Tensor:
@@ -278,7 +284,7 @@ def unshard(x: Tensor) -> Tensor:
         tensor([1., 2.])
     """
     if isinstance(x, DistTensor):
-        return _told(x, Unshard.apply(x))
+        return told(x, Unshard.apply(x))
     return x
 
 

@@ -27,8 +27,11 @@ from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 
 
-def distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:
-    """This rank's part of a value that every rank holds whole."""
+def distribute(whole: Tensor, layout: Layout, src: int | None = None, taken: bool = False) -> DistTensor:
+    """This rank's part of a value that every rank holds whole.
+
+    ``taken``: nobody needs ``whole`` any more, so that its memory may become the part's, where that is all of it.
+    """
     if whole.device.type == "meta" and not _only_shapes(whole):
         return materialise(whole, layout)
     shape, device = whole.shape, whole.device
@@ -37,6 +40,8 @@ def distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTen
         return wrap(torch.empty(0, dtype=whole.dtype, device=device), spec)
     if src is not None:
         whole = _from_rank(whole.to(device), layout.mesh, src)
+    if taken and layout.is_replicated and whole.is_contiguous():
+        return wrap(whole, spec)
     local = layout.local_part(whole).to(device).clone(memory_format=torch.contiguous_format)
     pending = Layout.make(layout.mesh, layout.dims)
     steps = resharding.plan(tuple(shape), whole.element_size(), pending, layout, machine.here)

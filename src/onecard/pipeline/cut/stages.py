@@ -30,6 +30,7 @@ from onecard.pipeline.schedule.action import Action, Schedule
 from onecard.pipeline.schedule.modes import plan
 from onecard.place.layout import Layout
 from onecard.static.passes.additive import Verdict
+from onecard.static.passes.dependence import Doubt
 from onecard.static.passes.microbatches import BatchRows, Microbatches, asked, check_mergeable
 from onecard.static.passes.once import Once, phase_of, words
 from onecard.static.run.agreed import all_or_none
@@ -191,6 +192,7 @@ class Stages(Microbatches):
         late: Collection[fx.Node] = (),
         seen: Verdict | None = None,
         once: Once | None = None,
+        more: Sequence[Doubt] = (),
     ) -> AnyStep:
         """The recording of this rank's share of the step."""
         ranks, place, name = self.line_of(recording)
@@ -212,7 +214,7 @@ class Stages(Microbatches):
         with all_or_none(recording.name, "merge", lambda: everyone):
             parts = Parts(recording.graph, starts, once)
             _check_gradients(recording, parts)
-            made = super().merged(recording, leaves, whole, parts.late, seen, once)
+            made = super().merged(recording, leaves, whole, parts.late, seen, once, more)
             if recording.graph is not recorded_graph:
                 emptied(recording.graph)
             made = replaced(made, adding_products(made.graph))

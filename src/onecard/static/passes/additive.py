@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from onecard._torch.modes import DispatchMode
 from onecard._torch.names import in_backward, no_dispatch, tree_leaves
+from onecard.comm.base import record
 from onecard.comm.base.state import faked
 from onecard.rules.call import Call, Schema, schema_of
 from onecard.static.passes.dependence import (
@@ -32,6 +33,7 @@ from onecard.static.passes.dependence import (
 from onecard.static.passes.row_gradients import Passes
 from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
 from onecard.static.passes.row_numbers import SCALES, TERMS, is_real, value_of
+from onecard.static.passes.row_orders import is_ordered
 from onecard.static.passes.shadows import Shadows, memory_of
 from onecard.tensor.convert import telling
 from onecard.tensor.dispatch.build import meta_of
@@ -141,7 +143,8 @@ class Additive(DispatchMode):
         try:
             found = [None] * len(made) if self._is_apart(schema, given, made) else self._found(func, args, kwargs, made)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):  # a call that no rule was made for
-            found = [Kind(UNKNOWN) if any(map(told, map(self.known.get, given))) else None] * len(made)
+            lost = Kind(UNKNOWN, where=f"{schema.functional} at {record.user_line()}")
+            found = [lost if any(map(told, map(self.known.get, given))) else None] * len(made)
         for x, kind in zip(made, found, strict=True):
             self._now(x, kind, writes)
 
@@ -162,14 +165,15 @@ class Additive(DispatchMode):
         call = Call(func, [meta_of(a) for a in args], {name: meta_of(v) for name, v in kwargs.items()})
         given = tensors_of(call, args, kwargs)
         kinds = [self._kind_of(x) for x in given]
-        self.kinds.look(call, [*map(self.shadows.of, given)], kinds, [*map(self.shadows.has, given)])
+        seen = [*map(self.shadows.of, given)]
+        self.kinds.look(call, seen, kinds, [*map(self.shadows.has, given)])
         if self.rows == 1:
             return [None] * len(made)  # a dim of one row is no factor: the whole batch tells
         begins = call.schema.name == "ones_like" and given and given[0].numel() == 1 and not self.passes.aside
         if begins and kinds[0] is not None:
             self.verdict.losses.append(kinds[0])  # what backward() begins with
         call.results = [meta_of(x) for x in made]
-        return self.kinds.found(call, given, kinds, made, [*map(self.shadows.has, made)])
+        return self.kinds.found(call, given, kinds, made, [*map(self.shadows.has, made)], seen)
 
     def _now(self, x: Tensor, kind: Kind | None, written: bool) -> None:
         """What a tensor is from now on, and what shares memory with it, where it was written to."""
@@ -217,7 +221,7 @@ class Additive(DispatchMode):
         if before.how == ROWS and was is not None and was.how in (MIXED, UNKNOWN):
             return was  # some rows were written to, by their number
         of_rows = before.how == ROWS and was is not None and was.how == ROWS and kind.how in (ROWS, ALIKE)
-        if of_rows and before.degree == kind.degree:
+        if of_rows and before.degree == kind.degree and (kind.how == ALIKE or kind.order == before.order):
             return replace(before, learns=before.learns or kind.learns)
         return self._seen_in(x, kind)
 
@@ -225,8 +229,8 @@ class Additive(DispatchMode):
         """What memory is of which a part was written."""
         dims = [d for d, n in enumerate(x.shape) if n == kind.size]
         if kind.how == ROWS and len(dims) == 1:
-            return Kind(ROWS, dims[0], 1, kind.size, 0, "", kind.learns)
-        return kind if kind.how == MIXED else Kind(UNKNOWN)
+            return replace(kind, dim=dims[0], before=1, degree=0, where="")
+        return kind if kind.how == MIXED else Kind(UNKNOWN, where=f"memory written to at {record.user_line()}")
 
     def _kind_of(self, x: Tensor) -> Kind | None:
         kind: Kind | None = self.known.get(x)
@@ -279,7 +283,7 @@ def said(verdict: Verdict, k: int, whole: Collection[int] = ()) -> Iterator[Doub
             f"batch norm at {verdict.normalized[0]} normalizes each microbatch by its own mean and variance, where one card "
             "takes those of the batch. avg=True says that a loop of microbatches is meant"
         )
-    if unknown := [kind.where for kind in verdict.losses if kind.how == UNKNOWN and kind.where]:
+    if unknown := [kind.where for kind in verdict.losses if kind.how == UNKNOWN]:
         yield _told(
             f"whether the loss of a microbatch is a part of the batch's cannot be told: {unknown[0]} has no rule that says "
             "whether rows stay apart. Microbatches are averaged, as of a mean: say avg=True if they do"
@@ -310,6 +314,8 @@ def _told(words: str) -> Doubt:
 def _why(kind: Kind) -> str:
     if kind.how == MIXED:
         return kind.where
+    if is_ordered(kind):
+        return "its rows are sorted, each microbatch's by itself"
     if kind.how == ADDS and kind.degree not in (0, 1):
         return f"{kind.where} gives a sum over rows that is multiplied or divided by their number more than once"
     return ""
@@ -321,7 +327,9 @@ def _why_count(kind: Kind) -> str:
 
 def in_rows(verdict: Verdict) -> dict[int, int]:
     """The results that have a row for each row of the batch, with their degrees."""
-    kinds = [(i, kind) for i, kind in enumerate(verdict.results) if kind is not None and kind.how == ROWS]
+    kinds = [
+        (i, kind) for i, kind in enumerate(verdict.results) if kind is not None and kind.how == ROWS and not kind.order
+    ]
     return {i: kind.degree for i, kind in kinds if kind.dim == 0 and kind.before == 1}
 
 

@@ -7,6 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROWS, ADDS, ALIKE, COUNT, MIXED, UNKNOWN, PLACES = "rows", "adds", "alike", "count", "mixed", "unknown", "places"
+ORDER = "order"
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The ``length`` entries of a dim of rows, as ``Kind`` says how these lie in it, that numbers name."""
+
+    order: int
+    before: int
+    size: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +28,15 @@ class Kind:
         how: ROWS: it has one for each (in ``dim``, as the factor of ``size`` with ``before`` combinations of others ahead of it).
             ADDS: the batch's is the sum of the microbatches' (``degree`` 1), or the mean (0). ALIKE: no row has a value of its
             own, along ``dims`` (None: along all). PLACES: the numbers of the rows. COUNT: of the batch alone, no parameter in
-            it. MIXED: none of these. UNKNOWN: nobody can tell.
+            it. ORDER: numbers of entries (``points``) of a dim of rows, where ``dim`` is. MIXED: none of these. UNKNOWN: nobody
+            can tell.
         degree: of ROWS and COUNT, too: by how many factors "number of rows" it was multiplied, since it was made.
         length: of ADDS and COUNT without parameters: how many of these factors are numbers, each a microbatch's length.
         where: what made it so, with its line.
         learns: whether parameters are in it.
         zero: of ALIKE: whether it was made of zeros, to which something is added.
+        counts: of ADDS: whether it says how often each number is there.
+        order: of ROWS and ORDER: in which order they are, each sorted by numbers of its own; 0: the batch's.
     """
 
     how: str
@@ -35,6 +49,9 @@ class Kind:
     dims: frozenset[int] | None = None
     length: int = 0
     zero: bool = False
+    counts: bool = False
+    order: int = 0
+    points: Entries | None = None
 
     def alike(self, dim: int) -> bool:
         """Whether all along a dim are the same."""

@@ -157,6 +157,7 @@ class Microbatches:
         late: Collection[fx.Node] = (),
         seen: Verdict | None = None,
         once: Once | None = None,
+        more: Sequence[Doubt] = (),
     ) -> AnyStep:
         """The recording of all microbatches, from that of the first one and the arguments of the whole step.
 
@@ -164,6 +165,7 @@ class Microbatches:
             seen: how its loss and its results depend on the rows of the batch.
             whole: of a call that ran as it is, on the whole batch: what is no part of the batch is as long there as here. Asked
                 for only where a result was put together.
+            more: what else is doubted.
             late: see ``merge.merged``. ``once``: what of the graph runs once, if the caller knows it.
         """
         check_mergeable(recording)
@@ -175,7 +177,7 @@ class Microbatches:
             out: Any = next(iter(reversed(recording.graph.nodes))).args[0]
             whole_ones = {i for i, at in enumerate(_positions(recording)) if is_whole(out[at])}
             told = [*additive.said(seen, self.k_steps, whole_ones), *told]
-        self._judge(recording.name, told)
+        self._judge(recording.name, [*told, *more])
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
         average, sums, rows = self._as_seen(recording, seen)
         made = recording.with_graph(

@@ -189,5 +189,7 @@ def phase_of(node: fx.Node) -> str:
 
 
 def words(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"{node.meta['input'].name!r}, an input"
     name = getattr(getattr(node.target, "_schema", None), "name", getattr(node.target, "__name__", str(node.target)))
     return f"{name.removeprefix('aten::')} at {node.meta.get('line', '')}"

@@ -19,8 +19,22 @@ from onecard.rules.registry import find
 from onecard.rules.rule import Bound
 from onecard.rules.traits import traits_of
 from onecard.static.passes import row_places
-from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, MIXED, PLACES, ROWS, UNKNOWN, Kind, degree_of, told
+from onecard.static.passes.dependence import (
+    ADDS,
+    ALIKE,
+    COUNT,
+    MIXED,
+    ORDER,
+    PLACES,
+    ROWS,
+    UNKNOWN,
+    Kind,
+    Verdict,
+    degree_of,
+    told,
+)
 from onecard.static.passes.row_numbers import SCALES, RowNumbers, value_of
+from onecard.static.passes.row_orders import Orders, is_ordered, orders_of
 
 _MEAN = 1  # torch's number for reduction="mean"
 
@@ -28,9 +42,20 @@ _MEAN = 1  # torch's number for reduction="mean"
 class Kinds(RowNumbers):
     """What operators make of values whose kinds are known, in a step that runs on ``rows`` rows."""
 
+    def __init__(self, rows: int, before: Verdict | None, k: int) -> None:
+        super().__init__(rows, before, k)
+        self.orders = Orders(rows)
+
     def found(
-        self, call: Call, given: list[Tensor], kinds: list[Kind | None], made: list[Tensor], ours: Sequence[bool]
+        self,
+        call: Call,
+        given: list[Tensor],
+        kinds: list[Kind | None],
+        made: list[Tensor],
+        ours: Sequence[bool],
+        seen: Sequence[Tensor],
     ) -> list[Kind | None]:
+        """Of what a call has made. ``seen``: what it was given, with data, as far as it has some."""
         count, known = len(made), [kind for kind in kinds if kind is not None and told(kind)]
         if call.schema.written and call.schema.functional in ("add", "sub") and _is_sum(kinds[-1]):
             first, summed = kinds[0], self.verdict.summed
@@ -45,6 +70,13 @@ class Kinds(RowNumbers):
                 return [lost[0]] * count
         if self.follows:
             return [self._mixed(call, "takes the length of a microbatch, which is not the batch's", learns)] * count
+        if (made_so := self.orders.found(call, given, kinds, seen)) is not None:
+            return [*made_so, *[None] * (count - len(made_so))]
+        if any(map(is_ordered, known)):
+            if kind := row_places.moved(call, kinds):
+                return [kind] * count
+            if any(k.how == ORDER for k in known) or len(orders_of(kinds)) > 1:
+                return [self._mixed(call, "goes by where rows stand in the batch", learns)] * count
         if any(k.how == ROWS for k in known):
             return self._of_rows(call, given, kinds, count, learns)
         return [self._of_sums(call, given, kinds, learns)] * count
@@ -96,8 +128,6 @@ class Kinds(RowNumbers):
             return [replace(first, learns=True), *[None] * (count - 1)]
         if call.values.get("scale_grad_by_freq"):
             return [self._mixed(call, "divides gradients by how often a microbatch has an entry", learns)] * count
-        if name in _ORDERS and not given[0].is_floating_point():
-            return [Kind(UNKNOWN)] * count  # rows in groups, as tokens by their experts: put back later on, or not
         if name in _RECURRENT and kinds[0] is first:
             return [self._in_time(x, first) for x in call.results]
         if special := self._special(call, given, kinds, first, learns):
@@ -127,7 +157,7 @@ class Kinds(RowNumbers):
         if degree is None:
             return [self._mixed(call, "is not linear in rows that are scaled by their number", learns)] * count
         degree += self._degree(call, next(x for x, k in zip(given, kinds, strict=True) if k is first))
-        there = Kind(ROWS, before=within, size=first.size, degree=degree, learns=learns)
+        there = Kind(ROWS, before=within, size=first.size, degree=degree, learns=learns, order=first.order)
         return [self._reduced(call, bound, r, factor, mean, there) for r in range(count)]
 
     def _is_scale(self, name: str, i: int, x: Tensor, kind: Kind) -> bool:
@@ -184,7 +214,12 @@ class Kinds(RowNumbers):
             at = dim % given[0].dim()
             if at == first.dim and all(k.dim == at for k in kinds if k is not None and k.how == ROWS):
                 return replace(first, size=call.results[0].shape[at], learns=learns)
-        if name in ("split", "split_with_sizes", "slice", "narrow", "chunk") and whole and first.size > self.rows:
+        if (
+            name in ("split", "split_with_sizes", "slice", "narrow", "chunk")
+            and whole
+            and first.size > self.rows
+            and not first.order
+        ):
             lengths = {x.shape[first.dim] for x in call.results}
             start = call.values.get("start") or 0
             if (
@@ -216,14 +251,16 @@ class Kinds(RowNumbers):
             if known != [False, True] and (name == "div" or known != [True, False]):
                 return self._bent(call, learns)
             degrees = [k.degree for _, k in told]
-            return replace(first, degree=degrees[0] + (degrees[1] if name == "mul" else -degrees[1]), learns=learns)
+            return replace(
+                first, degree=degrees[0] + (degrees[1] if name == "mul" else -degrees[1]), learns=learns, counts=False
+            )
         if any(k.how == COUNT for _, k in told) or not is_linear(call, {i for i, _ in told}):
             return self._bent(call, learns)
         if len({k.degree for _, k in told}) > 1:
             return self._mixed(call, "puts a sum over rows and a mean over rows together", learns)
         if first.degree == 1 and not self._all_terms(call, kinds):
             return self._mixed(call, "adds what is no sum over rows to a sum over rows", learns)
-        return replace(first, degree=first.degree + self._degree(call), learns=learns)
+        return replace(first, degree=first.degree + self._degree(call), learns=learns, counts=False)
 
     def _of_counts(self, call: Call, counts: list[tuple[int, Kind]], first: Kind, kinds: list[Kind | None]) -> Kind:
         """Of what the batch gives alone: a sum or a mean of rows, or made of such, with numbers that may be its length."""
@@ -237,7 +274,7 @@ class Kinds(RowNumbers):
             return self._mixed(call, "is not linear in what is scaled by the length of a microbatch", learns=False)
         adds = first.how == ADDS and linear and len({k.degree for _, k in counts}) == 1 and (whole or not first.degree)
         where = f"{name} at {record.user_line()}"
-        return replace(first if adds else Kind(COUNT, where=where), degree=degree, length=length)
+        return replace(first if adds else Kind(COUNT, where=where), degree=degree, length=length, counts=False)
 
     def _bent(self, call: Call, learns: bool) -> Kind:
         return self._mixed(call, "is not linear in what all rows give together", learns)
@@ -264,7 +301,6 @@ _FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "e
 _RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 _OF_ELEMENTS = ("native_dropout", "native_dropout_backward", "_fused_dropout", "_masked_scale")
 """Of GPUs, most of all; they draw, and have no row."""
-_ORDERS = ("sort", "argsort", "bincount", "histc", "cumsum", "unique2", "_unique2")
 _SIGNS, _SIZES = ("sign", "sgn"), ("abs", "relu")  # of a positive multiple: the same; the same multiple
 _EXPAND = ("expand", "repeat", "expand_as", "broadcast_to")
 _SUMS = ("add", "sub", "rsub")

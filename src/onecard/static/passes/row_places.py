@@ -16,7 +16,7 @@ from onecard._torch.names import tree_map
 from onecard.rules.call import Call
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
-from onecard.static.passes.dependence import ALIKE, PLACES, ROWS, Kind, told
+from onecard.static.passes.dependence import ALIKE, ORDER, PLACES, ROWS, Kind, told
 from onecard.static.passes.row_numbers import is_real
 
 _MOVES = (
@@ -30,7 +30,7 @@ def moved(call: Call, kinds: Known) -> Kind | None:
     """Numbers of rows that are only moved or repeated."""
     kind = kinds[0] if len(kinds) == 1 else None
     row = find(call.func)
-    if kind is None or kind.how != PLACES or call.schema.functional not in _MOVES or row is None:
+    if kind is None or kind.how not in (PLACES, ORDER) or call.schema.functional not in _MOVES or row is None:
         return None
     if call.schema.functional == "repeat":
         more = len(call.repeats) - call.self.dim()

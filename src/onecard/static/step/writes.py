@@ -10,7 +10,10 @@ from torch import fx
 from onecard import recorded
 from onecard._torch.names import OpOverload, tree_leaves
 from onecard.comm.issue import again
+from onecard.rules.traits import STATISTICS
 from onecard.static.step.nodes import known_of, operator_of
+
+_TRAINING = 5  # the place of ``training`` among the arguments of batch norms
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
@@ -47,6 +50,8 @@ def arguments_written(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
     known = known_of(func)
     if known is None or not known.written:
         return []
+    if known.written == STATISTICS and not (args[_TRAINING] if len(args) > _TRAINING else kwargs.get("training", True)):
+        return []  # a batch norm that takes them as they are
     found: list[Any] = []
     for name, place in known.written_at:
         value = args[place] if place < len(args) else kwargs.get(name, ())

@@ -1,0 +1,75 @@
+"""What a step that is only looked at has changed in the program's Python: a counter, a list that it appends to."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy
+
+from onecard.static.guards.guard import Guard
+from onecard.static.guards.lookup import ABSENT, now_at
+from onecard.static.guards.unchanged import is_plain, is_still
+
+_FAULTS = (AttributeError, TypeError, ValueError, LookupError)  # of what cannot be written to
+
+
+def put_back(guards: Sequence[Guard], first: Iterable[tuple[Any, Any]]) -> None:
+    """Numbers, texts and containers are as they were when the step has read them first.
+
+    Args:
+        guards: what was read; ``first``: containers, and what they held (``copied``).
+
+    Example:
+        >>> log = [1, 2, 3]
+        >>> put_back([], [(log, (1, 2))])
+        >>> log
+        [1, 2]
+    """
+    whole = [(g.place.holder, g.must) for g in guards if g.place.kind == "whole"]
+    for x, held in (*first, *whole):
+        with suppress(*_FAULTS):
+            if not is_still(x, held):
+                _refill(x, held)
+    for guard in guards:
+        kind, holder, key, _ = guard.place
+        if kind not in ("entry", "slot", "cell") or not (guard.must is ABSENT or is_plain(guard.must)):
+            continue
+        now = now_at(guard.place)
+        if (
+            now is guard.must
+            or (type(now) is type(guard.must) and now == guard.must)
+            or not (now is ABSENT or is_plain(now))
+        ):
+            continue
+        with suppress(*_FAULTS):
+            _set(kind, holder, key, guard.must)
+
+
+def _refill(x: Any, held: Any) -> None:
+    if isinstance(x, numpy.ndarray):
+        shape, dtype, data = held
+        if data is not None and (x.shape, x.dtype) == (shape, dtype):
+            x[...] = numpy.frombuffer(data, dtype).reshape(shape)
+    elif isinstance(x, dict | set):
+        x.clear()
+        x.update(held)
+    elif isinstance(x, collections.deque):
+        x.clear()
+        x.extend(held)
+    elif isinstance(x, list | bytearray):
+        x[:] = held
+
+
+def _set(kind: str, holder: Any, key: Any, value: Any) -> None:
+    if kind == "entry":
+        if value is ABSENT:
+            del holder[key]
+        else:
+            holder[key] = value
+    elif kind == "slot":
+        key.__delete__(holder) if value is ABSENT else key.__set__(holder, value)
+    elif value is not ABSENT:
+        holder.cell_contents = value
