@@ -29,20 +29,6 @@ def used_before(x: Tensor, refuse: Callable[[Any], None]) -> None:
             node.register_prehook(refuse)
 
 
-def holders(x: Tensor) -> int:
-    """How many others have a plain tensor's memory: views, detached tensors, arrays. A graph that keeps it for backward, too.
-
-    Example:
-        >>> x = torch.zeros(2)
-        >>> before = holders(x)
-        >>> y = x.detach()
-        >>> before, holders(x)
-        (0, 1)
-    """
-    uses: Any = torch._C  # a name that torch's own types leave out
-    return int(uses._storage_Use_Count(x.untyped_storage()._cdata)) - 2  # itself, and the object that was asked for it
-
-
 def outside_transforms() -> Any:
     """Within ``torch.func.grad``, ``vmap``: what is done here is none of theirs."""
     return torch._C._DisableFuncTorch()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from onecard.auto.entrance import Entrance
+from onecard.auto.first_batch import first_batch
 from onecard.auto.swap import lay_out
 from onecard.comm.world import world
 from onecard.errors import PlanError
@@ -81,14 +80,9 @@ class Applied:
         if placed:
             check_names(model, self.plan)
         again = _blocks(model)[: self.plan.recompute_blocks or None] if self.plan.recompute == "full" else []
-        zero3 = self.plan.zero == 3 and self.plan.dp > self.plan.replicas
-        lay_out(
-            model,
-            self.mesh,
-            lambda name: placed_by(patterns, name, self.mesh.dim_names),
-            staged=self.plan.pp > 1,
-            divided=zero3,
-        )
+        zero = self.plan.zero if self.plan.dp > self.plan.replicas else 0
+        where = lambda name: placed_by(patterns, name, self.mesh.dim_names)  # noqa: E731
+        lay_out(model, self.mesh, where, staged=self.plan.pp > 1, zero=zero)
         for block in again:  # their forward runs again in backward
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(runs_of, block))
         hold_outputs(outputs, model)
@@ -202,18 +196,22 @@ def parallelize(
     return model, optimizer, loader
 
 
+def _read_once(loader: Any) -> PlanError:
+    return PlanError(
+        f'parallelize(plan="auto"): the step is priced with the shapes of a batch, and {type(loader).__name__} can be read only '
+        "once: give a list with one batch in its place, a DataLoader, or a plan",
+        "plan",
+    )
+
+
 def _found(model: nn.Module, loader: Any, loss: Any, machine: Machine, memory: int | None) -> Plan:
-    """The best plan for a loader's first batch, which is read for its shapes: the random numbers are as if it had not been."""
+    """The best plan for a loader's first batch, which is read for its shapes."""
     if loader is None:
         raise PlanError(
             'parallelize(plan="auto"): the step is priced with the shapes of a batch: give a loader too, or plan=oc.Plan(dp=8)',
             "plan",
         )
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    batch = next(iter(loader))
-    torch.set_rng_state(before[0])
-    random.setstate(before[1])
-    np.random.set_state(before[2])
+    batch = first_batch(loader, lambda: _read_once(loader))
     parts = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
     ranks = world.get_world_size()
     found = search(model, world=ranks, machine=machine, batch=parts, loss=loss, memory=memory, fixed=PLAIN).best

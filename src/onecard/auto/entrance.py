@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from onecard._torch.hooks import LeftBehind
 from onecard._torch.leaves import is_transformed, outside_transforms
 from onecard._torch.names import tree_leaves, tree_map
+from onecard.errors import DispatchError
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, shard_tensor
 from onecard.tensor.convert import unshard
@@ -43,7 +44,14 @@ class Entrance(LeftBehind):
         module.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
         module.register_forward_hook(_Behind(self), always_call=True)
 
+    @property
+    def __name__(self) -> str:
+        """What ``torch.jit.script`` asks each hook for, ahead of all else."""
+        raise AttributeError(_exported("torch.jit.script"))
+
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if torch.jit.is_tracing():  # it would write down this rank's numbers
+            raise DispatchError(_exported("torch.jit.trace"))
         given = self._given(args, kwargs)
         self._under_way.append(given)
         return (args, kwargs) if given is None else given.found
@@ -84,8 +92,17 @@ class Entrance(LeftBehind):
             return _Given(laid_out, args, kwargs)
 
 
+def _exported(call: str) -> str:
+    return (
+        f"{call} of a model whose parameters lie on several ranks would keep this rank's part of it. Save its state_dict(), "
+        "which is whole, and export a new model that has loaded it, in a script of its own"
+    )
+
+
 class _Behind(LeftBehind):
     """What runs behind each forward of a module that an entrance divides for."""
+
+    __name__ = vars(Entrance)["__name__"]
 
     def __init__(self, entrance: Entrance) -> None:
         self._entrance = entrance

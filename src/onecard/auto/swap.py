@@ -13,12 +13,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from onecard._torch import fakes
 from onecard._torch.hooks import without_products
-from onecard._torch.leaves import holders
 from onecard._torch.names import without_weak_weights
 from onecard.errors import PlanError
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, shard_tensor
+from onecard.tensor.aliasing.memory import users
 from onecard.tensor.become import become, taken
 from onecard.train import shard_layer, unmade
 from onecard.train.lazy import refuse_lazy
@@ -33,7 +33,7 @@ def lay_out(
     where: Where,
     held: Callable[[str, PlanError], None] | None = None,
     staged: bool = False,
-    divided: bool = False,
+    zero: int = 0,
 ) -> None:
     """Lay a module out in place: each parameter and buffer stays the object that it is.
 
@@ -43,7 +43,7 @@ def lay_out(
         module: its plain tensors are the same on all ranks; what is distributed already stays.
         held: is told of a tensor, by name, whose place nothing can take, and which is replaced; None: that is an error.
         staged: a pipeline will divide it: of a deferred model each rank makes its own stages' parts, when these are known.
-        divided: ZeRO will divide parameters that are whole until then.
+        zero: the stage that will divide what is whole until then: gradients, of stage 3 parameters, too.
 
     Raises:
         PlanError: a lazy layer, which has no parameters yet;
@@ -59,7 +59,7 @@ def lay_out(
             replicated = [Replicate()] * mesh.ndim
             try:
                 ways = where(name) if isinstance(tensor, nn.Parameter) else replicated
-                _put(name, tensor, mesh, ways, staged, divided, name in shared)
+                _put(name, tensor, mesh, ways, staged, zero, name in shared)
             except PlanError as fault:
                 if held is None:
                     raise
@@ -101,7 +101,7 @@ def _shared(module: nn.Module) -> set[str]:
         each = [*owned.values()]
         spans = sorted((x.storage_offset(), x.storage_offset() + _extent(x)) for _, x in each)
         apart = all(a[1] <= b[0] for a, b in pairwise(spans))  # as the weights of a recurrent layer on a GPU
-        if not apart or holders(each[0][1]) >= len(each):
+        if not apart or users(each[0][1]) > len(each):
             found |= {name for name, _ in each}
     return found
 
@@ -121,13 +121,13 @@ def _put(
     mesh: ProcessMesh,
     placements: Sequence[Placement],
     staged: bool,
-    divided: bool,
+    zero: int,
     shared: bool,
 ) -> None:
     grad = tensor.grad
     fakes.unnoted(tensor)
     placements = [_whole_if_one(tensor, p) for p in placements]
-    leaves = staged or (divided and isinstance(tensor, nn.Parameter))
+    leaves = staged or (zero == 3 and isinstance(tensor, nn.Parameter))
     lay = shard_tensor if leaves else taken
     try:
         if staged and unmade.is_unmade(tensor):
@@ -143,6 +143,6 @@ def _put(
             "Lay the model out before its first forward with gradients; or drop the loss of an earlier one (del loss)"
         ) from fault
     if grad is not None:
-        tensor.grad = made = lay(grad, mesh, placements)
-        if leaves and holders(grad) > 0:
+        if (leaves or zero) and users(grad) > 1:
             warnings.warn(f"the gradient of {name}: {_APART}", stacklevel=4)
+        tensor.grad = lay(grad, mesh, placements)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from onecard._torch.names import tree_map
+from onecard.auto.first_batch import as_it_was, first_batch
 from onecard.comm.world import world
 from onecard.engine.metrics import spread
 from onecard.engine.options import PIPELINE
@@ -44,7 +41,16 @@ def is_wanted(engine: Any) -> bool:
 
 
 def found_for(engine: Any, feed: Feed) -> Plans:
-    """The plans for a batch, best first. What the strategy enables is pinned: ZeRO's stage, pipeline, recomputation."""
+    """The plans for a batch, best first. What the strategy enables is pinned: ZeRO's stage, pipeline, recomputation.
+
+    Raises:
+        EngineError: the loss has parameters, which the price of a model does not know.
+    """
+    if isinstance(engine.loss, nn.Module) and any(True for _ in engine.loss.parameters()):
+        raise EngineError(
+            f"Engine(auto_mode='full'): {type(engine.loss).__name__} has parameters, and a plan is found for those of the model "
+            "alone: make the loss a part of the model, which returns it, or say auto_mode='semi'"
+        )
     fixed = {**ALWAYS, **_pinned(engine.strategy)}
     given, ranks = (feed.args, feed.kwargs, feed.labels), world.get_world_size()
     return plan(
@@ -106,29 +112,17 @@ def example(data: Any, batch_size: int, collate: Any) -> Any:
         EngineError: it can be read only once.
     """
     loader = getattr(getattr(data, "loader", None), "loader", data)
-    with _same_random_numbers():
-        if not isinstance(loader, DataLoader) and hasattr(loader, "__getitem__") and hasattr(loader, "__len__"):
+    if not isinstance(loader, DataLoader) and hasattr(loader, "__getitem__") and hasattr(loader, "__len__"):
+        with as_it_was(loader):
             sample = (collate or default_collate)([loader[0]])
-            return tree_map(
-                lambda x: x.expand(batch_size, *x.shape[1:]) if isinstance(x, Tensor) and x.ndim else x, sample
-            )
-        if iter(loader) is loader:
-            raise EngineError(
-                f"Engine(auto_mode='full'): a plan is found for a batch, and {type(data).__name__} can be read only once: give "
-                "prepare(inputs_spec, labels_spec) the shapes of a whole batch, or fit a dataset"
-            )
-        return next(iter(loader))
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+        return tree_map(lambda x: x.expand(batch_size, *x.shape[1:]) if isinstance(x, Tensor) and x.ndim else x, sample)
+    return first_batch(
+        loader,
+        lambda: EngineError(
+            f"Engine(auto_mode='full'): a plan is found for a batch, and {type(data).__name__} can be read only once: give "
+            "prepare(inputs_spec, labels_spec) the shapes of a whole batch, or fit a dataset"
+        ),
+    )
 
 
 def unknown() -> EngineError:
