@@ -102,3 +102,30 @@ def test_few_messages_and_products():
         assert packed >= 1
         assert sends <= K + 4  # a value of each microbatch, and the tail's
         assert products >= K - 1
+
+
+def _fine_tuned() -> tuple[list[float], list[float]]:
+    """Losses of a net whose batch norm takes its statistics as they are; in two stages, and on one card."""
+
+    def losses(stages: bool) -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        net[1].eval()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = oc.to_static(step, stages=oc.Stages(K, schedule="1F1B")) if stages else step
+        return [run(torch.randn(8, 6)).item() for _ in range(3)]
+
+    return losses(True), losses(False)
+
+
+def test_batch_norm_that_is_frozen():
+    for found, wanted in run_ranks(_fine_tuned, 2):
+        assert found == pytest.approx(wanted, rel=1e-5)

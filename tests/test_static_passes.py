@@ -249,3 +249,21 @@ def test_passes_by_the_names_that_they_had() -> None:
     assert StaticOptions(also=["half"]).dtype is StaticOptions(also=["bfloat16"]).dtype is torch.bfloat16
     with pytest.raises(oc.errors.RecordingError, match="there is no pass 'common'"):
         oc.to_static(lambda x: x, without=["common"])
+
+
+@pytest.mark.parametrize("view", ["mT", "chunk", "detach"])
+def test_a_view_of_a_detached_parameter_takes_no_gradient(view: str) -> None:
+    weight, bias = torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([bias], lr=0.1)
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
+        loss = (x + bias).square().sum()
+        loss.backward()
+        optimizer.step()
+        held = weight.detach()
+        return loss.detach(), {"mT": held.mT, "chunk": held.chunk(3)[1], "detach": held}[view]
+
+    run = oc.to_static(step)
+    assert not any(run(torch.ones(2))[1].requires_grad for _ in range(7))  # from the fifth call on they are replays
+    assert len(run.recordings) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from typing import Any
 
@@ -21,8 +22,26 @@ def plain_names(graph: fx.Graph) -> bool:
     if any(traits(n).reshapes for n in graph.nodes):
         return False
     out: Any = next(iter(reversed(graph.nodes))).args[0]
-    ends = Counter(map(_bottom, out))
-    return without({n: other for n in graph.nodes if (other := _other(n, ends)) is not None})
+    ends, shown = Counter(map(_bottom, out)), _shown(out)
+    return without({n: other for n in graph.nodes if n not in shown and (other := _other(n, ends)) is not None})
+
+
+def _shown(out: Any) -> set[fx.Node]:
+    """The names by which what comes out is a view of an input: of a parameter it takes a gradient, unless it was detached."""
+    found = set[fx.Node]()
+    for node in out:
+        way = list[fx.Node]()
+        while isinstance(node, fx.Node) and node.op == "call_function" and _is_view(node):
+            way.append(node)
+            node = node.args[0]
+        if isinstance(node, fx.Node) and node.op == "placeholder":
+            found.update(way)
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    known = traits(node)
+    return known.views or known.may_view or known.same or node.target is operator.getitem
 
 
 def _other(node: fx.Node, ends: Counter[Any]) -> fx.Node | None:
