@@ -1,8 +1,6 @@
 """`python -m onecard` is the `onecard` command, for environments whose scripts are not on the path."""
 
-import sys
-
-from onecard.cli import main
+from onecard.cli import process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process()
