@@ -169,3 +169,16 @@ def planned(name: str, plan: oc.Plan) -> float:
 def test_under_a_plan(name: str, how: dict[str, int]) -> None:
     plan = oc.Plan(**how, microbatches=4, parameters="float32", compute="float32")  # type: ignore[arg-type]
     assert max(run_ranks(planned, 2, name, plan)) < 1e-5
+
+
+def test_a_list_of_tensors_is_left_alone() -> None:
+    held = [torch.ones(3), torch.zeros(3)]
+    first, second = held
+
+    def late(net: nn.Module, optimizer: Any, n: int) -> None:
+        held.append(held.pop(0))  # asks no tensor whether it is another one
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained(late, k_steps=4)
+    assert len(held) == 2 and held[0] is first and held[1] is second  # of four calls

@@ -99,7 +99,9 @@ class WholeBatch:
                 self._look(part, again)
                 if again.moved:
                     return first.verdict, calls
-        except RecordingError:  # the step reads values (``ask``), which are not there without data
+        except Exception as fault:  # the step reads values (``ask``), which are not there without data
+            if first is not None and not isinstance(fault, RecordingError):
+                raise
             return None if first is None else Verdict(open=True) if first.unsure else first.verdict, []
         return looker.verdict, calls
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -11,7 +12,7 @@ import numpy
 
 from onecard.static.guards.guard import Guard
 from onecard.static.guards.lookup import ABSENT, now_at
-from onecard.static.guards.unchanged import is_plain, is_still
+from onecard.static.guards.unchanged import copied, is_plain
 
 _FAULTS = (AttributeError, TypeError, ValueError, LookupError)  # of what cannot be written to
 
@@ -31,7 +32,7 @@ def put_back(guards: Sequence[Guard], first: Iterable[tuple[Any, Any]]) -> None:
     whole = [(g.place.holder, g.must) for g in guards if g.place.kind == "whole"]
     for x, held in (*first, *whole):
         with suppress(*_FAULTS):
-            if not is_still(x, held):
+            if not _holds(x, held):
                 _refill(x, held)
     for guard in guards:
         kind, holder, key, _ = guard.place
@@ -46,6 +47,15 @@ def put_back(guards: Sequence[Guard], first: Iterable[tuple[Any, Any]]) -> None:
             continue
         with suppress(*_FAULTS):
             _set(kind, holder, key, guard.must)
+
+
+def _holds(x: Any, held: Any) -> bool:
+    """Whether a container has the same objects as then, in their order: tensors are not asked whether they are equal."""
+    now = copied(x)
+    if not isinstance(held, dict | tuple):
+        return bool(now == held)
+    parts = [(*seen, *seen.values()) if isinstance(seen, dict) else seen for seen in (now, held)]
+    return len(now) == len(held) and all(map(operator.is_, *parts))
 
 
 def _refill(x: Any, held: Any) -> None:
