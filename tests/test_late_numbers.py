@@ -182,3 +182,22 @@ def test_a_list_of_tensors_is_left_alone() -> None:
         warnings.simplefilter("ignore")
         trained(late, k_steps=4)
     assert len(held) == 2 and held[0] is first and held[1] is second  # of four calls
+
+
+def test_a_function_whose_names_lie_in_a_dict_keeps_them() -> None:
+    """Two functions that a text was executed for share one dict of names, which is no module's."""
+    names: dict[str, Any] = {"torch": torch}
+    exec(
+        "def scaled(gs, n):\n    [g.div_(n) for g in gs]\ndef late(net, optimizer, n):\n    return [torch.ones(()), n]\n",
+        names,
+    )
+
+    scaled, late, before = names["scaled"], names["late"], {*names}
+
+    def both(net: nn.Module, optimizer: Any, n: int) -> None:
+        scaled(grads(net), n)
+        late(net, optimizer, n)
+
+    found = trained(both, k_steps=4)
+    assert {*names} == before
+    torch.testing.assert_close(found, trained(RIGHT["div_"]), rtol=1e-5, atol=1e-6)

@@ -60,7 +60,7 @@ def test_what_goes_by_rows_is_right(line: str) -> None:
     assert micro.judged(text(line), 4)[0] == "right"
 
 
-@pytest.mark.parametrize("seed", range(micro.ORDERED, micro.ORDERED + amount(3, 300)))
+@pytest.mark.parametrize("seed", range(micro.ORDERED, micro.ORDERED + amount(6, 300)))
 def test_random_statements(seed: int) -> None:
     assert micro.judged(micro.drawn(seed), 4)[0] in ("right", "told", "refused", "void")
 

@@ -42,18 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def process() -> None:
-    """The command as a process of its own, which ends with its exit status.
+    """The command as a process of its own, which ends with its exit status."""
+    ended = list[int]()
+    atexit.register(_leave, ended)  # the first to be registered is the last to run
+    ended.append(main())
+    sys.exit(ended[0])
 
-    A script that runs on pretended devices leaves torch a thread for each of them. One that only begins while Python takes the
-    process down ends in an abort (torch 2.15: "Invalid thread pool"): so what is there to be done is done, and the process left.
+
+def _leave(ended: Sequence[int]) -> None:
+    """A script that runs on pretended devices leaves torch a thread for each of them. One that only begins while Python takes the
+    process down ends in an abort (torch 2.15: "Invalid thread pool"): so the process is left as it is.
     """
-    status = main()
-    if "onecard.launch.rehearsal.stage" in sys.modules:
-        atexit._run_exitfuncs()
+    if ended and "onecard.launch.rehearsal.stage" in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+        os._exit(ended[0])
 
 
 def _unknown(word: str) -> str:

@@ -118,8 +118,8 @@ def trained(text: str, k: int | None) -> tuple[Tensor, list[str]]:
     return losses, [str(w.message) for w in said]
 
 
-def trains(loss: Loss, k: int | None) -> tuple[Tensor, nn.Module]:
-    """(CALLS,) losses of a net, and the net. ``k``: microbatches; None runs the step as it is."""
+def trains(loss: Loss, k: int | None, late: Callable[..., None] | None = None) -> tuple[Tensor, nn.Module]:
+    """(CALLS,) losses of a net, and the net. ``k``: microbatches; None: as it is; ``late`` runs behind ``backward()``."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, CLASSES))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
@@ -128,6 +128,8 @@ def trains(loss: Loss, k: int | None) -> tuple[Tensor, nn.Module]:
         optimizer.zero_grad()
         found = loss(net(x), x, y)
         found.backward()
+        if late is not None:
+            late([p.grad for p in net.parameters()], [*net.parameters()], x, y)
         optimizer.step()
         return found.detach()
 

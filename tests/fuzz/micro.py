@@ -31,7 +31,8 @@ FIRST = (
     "t = normal({s}, 5) * 1", "a = torch.arange(len(y)) * 0.1", "q = hot(y)", "c = (x > 0).sum(1) * 0.1",
     "p = o.softmax(1)", "m = torch.zeros(())", "m = normal({s}, 2, 5) * 1", "u = o.new_zeros(len(o), 2)",
 )  # fmt: skip
-ORDERED = 100_000  # of the seeds from here on some sort their rows
+LATER = "late: "  # what stands between backward() and the optimizer's step
+ORDERED = 100_000  # of the seeds from here on some sort their rows, or use their length behind backward()
 ORDERS = (
     "n = y.argsort().argsort() * 0.1", "n = o[y.argsort()] * 1", "n = o[y.argsort()][y.argsort().argsort()]",
     "n = y.cumsum(0) * 0.01",
@@ -40,6 +41,29 @@ ORDERS = (
     "n = torch.zeros_like(e).index_add(0, y.argsort(), e[y.argsort()])", "n = o.sort(1).values", "n = o[:, 1].sort().values",
     "n = o.argsort(1).argsort(1) * 0.1 * o", "n = (y == 1).long().cumsum(0) * e", "n = F.one_hot(y, 5).cumsum(0).sum(1) * 0.1",
 )  # fmt: skip
+LATE = (
+    "for g in gs: g.div_({n})", "for g in gs: g.mul_(1 / {n})", "torch._foreach_div_(gs, {n})",
+    "for g in gs: g.add_(0.01 * {n})", "for g in gs: g.mul_({n} > 9)",
+    "torch.nn.utils.clip_grad_norm_(ps, 0.1 * {n})", "torch.nn.utils.clip_grad_value_(ps, 0.02 * {n})",
+    "for p, g in zip(ps, gs): p.grad = g / {n}", "for p in ps: p.data.mul_(1 - 0.001 * {n})",
+    "for g in gs: g.div_(torch.tensor({n} * 1.0))",
+    "for p, g in zip(ps, gs): p.data.add_(g, alpha=-0.01 / {n})",
+    "for g in gs: g.sub_(g.mean() / {n})",
+    "for g in gs: g.div_(torch.full((), {n} * 1.0))",
+    "for g in gs: g.lerp_(torch.zeros_like(g), 1 / {n})",
+    "if {n} > 9: torch._foreach_mul_(gs, 0.5)", "for g in gs: g.div_(torch.ones({rows}).sum())",
+    "for g in gs: g.div_((y != 4).sum())",
+)  # fmt: skip
+LENGTHS = (
+    "len(y)",
+    "x.shape[0]",
+    "y.numel()",
+    "(len(x) + 1)",
+    "len(x) ** 0.5",
+    "max(len(y), 3)",
+    "min(len(y), 7)",
+    "7",
+)
 LAST = (
     "{v}.mean()", "{v}.sum()", "{v}.sum() / len(y)", "({v} * {u}).mean()", "({v} * {u}).sum()", "{v}.square().mean()", "e.mean()",
     "{v}.sum() / {u}.abs().sum().clamp(min=1)", "({v} * {u}).sum() / {u}.abs().sum().clamp(min=1)",
@@ -157,15 +181,20 @@ def drawn(seed: int) -> str:
         d.say(d.r.choice(ORDERS))
     for _ in range(d.r.randint(1, 6)):
         d.step()
+    late = ""
+    if seed >= ORDERED and d.r.random() < 0.4:
+        late = LATER + d.r.choice(LATE).format(n=d.r.choice(LENGTHS), rows="len(x)")
     terms = [t for t in (d.term() for _ in range(d.r.choice((1, 1, 2, 3)))) if t] or ["e.mean()"]
-    return "\n".join([*d.lines, "loss = " + " + ".join(terms)])
+    return "\n".join([*d.lines, "loss = " + " + ".join(terms), *filter(None, [late])])
 
 
 def trained(text: str, k: int | None) -> Tensor:
     """Losses of a net that trains, and its parameters at the end. ``k``: None runs the step as it is."""
+    text, _, late = text.partition("\n" + LATER)
     body = "\n    ".join(text.splitlines())
-    exec(compile(f"def loss_of(o, x, y):\n    {body}\n    return loss", "step", "exec"), names := dict(NAMES))
-    losses, net = trains(names["loss_of"], k)
+    source = f"def loss_of(o, x, y):\n    {body}\n    return loss\n\n\ndef late(gs, ps, x, y):\n    {late or 'pass'}"
+    exec(compile(source, "step", "exec"), names := dict(NAMES))
+    losses, net = trains(names["loss_of"], k, names["late"])
     return torch.cat([losses, *[p.detach().flatten() for p in net.parameters()]])
 
 

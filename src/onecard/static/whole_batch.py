@@ -79,8 +79,6 @@ class WholeBatch:
             return result, calls_of(capture)
         finally:
             capture.settle()
-            if hasattr(capture, "ran"):
-                capture.seen.put_back()
             undo.back()
 
     def compared(self, first: Additive | None, part: Sequence[Any]) -> tuple[Verdict | None, list[CallEntry]]:

@@ -33,6 +33,7 @@ class HeldTensors:
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self._kept: list[tuple[Any, Any]] = []
+        self._spaces = set[int]()  # of functions: dicts of which only the names that they look up were noted
         seen, waiting = set[int](), [*roots]
         while waiting and len(self._kept) < _MOST:
             x = waiting.pop()
@@ -46,7 +47,9 @@ class HeldTensors:
             return [*self._noted(x, dict(x)).values()]
         if isinstance(x, list | deque):
             return [*self._noted(x, list(x))]
-        if isinstance(x, tuple | set | frozenset):
+        if isinstance(x, set):
+            return [*self._noted(x, set(x))]
+        if isinstance(x, tuple | frozenset):
             return list(x)
         if isinstance(x, types.FunctionType):
             return [*self._of_function(x)]
@@ -73,6 +76,7 @@ class HeldTensors:
             yield self._noted(cell, _in_cell(cell))
         if users(str(x.__module__)):
             found = {name: x.__globals__.get(name, NOTHING) for name in _names(x.__code__)}
+            self._spaces.add(id(x.__globals__))
             yield from self._noted(x.__globals__, found).values()
 
     def _noted(self, container: Any, held: Any) -> Any:
@@ -85,12 +89,15 @@ class HeldTensors:
             if isinstance(container, dict):
                 for key in [key for key, was in held.items() if container.get(key, NOTHING) is not was]:
                     _put(container, key, held[key])
-                if not _is_namespace(container):
+                if id(container) not in self._spaces:
                     for key in [key for key in container if key not in held]:
                         del container[key]
             elif isinstance(container, types.CellType):
                 if _in_cell(container) is not held:
                     _put_in_cell(container, held)
+            elif isinstance(container, set):
+                container &= held
+                container |= held
             elif len(container) != len(held) or any(a is not b for a, b in zip(container, held, strict=True)):
                 container.clear()
                 container.extend(held)
@@ -108,6 +115,10 @@ class HeldTensors:
                 if _is_lost(now := _in_cell(container)) and now is not held:
                     _put_in_cell(container, held)
                     found.append(("a variable of an enclosing function", held))
+            elif isinstance(container, set):
+                lost = [value for value in container if _is_lost(value) and value not in held]
+                container.difference_update(lost)
+                found += [("an entry of a set", NOTHING)] * len(lost)
             elif any(_is_lost(value) for value in container if all(value is not x for x in held)):
                 now = [*container]
                 container.clear()
@@ -120,11 +131,6 @@ class HeldTensors:
 def _is_lost(x: Any) -> bool:
     """Whether a value is, or as a tuple has, a tensor without data."""
     return any(map(_is_lost, x)) if type(x) is tuple else isinstance(x, Tensor) and is_fake(x)
-
-
-def _is_namespace(container: dict[Any, Any]) -> bool:
-    """Whether a dict holds the names of a module, of which only some were noted."""
-    return "__name__" in container and "__builtins__" in container
 
 
 def _put(container: dict[Any, Any], key: Any, value: Any) -> None:
