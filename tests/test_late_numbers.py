@@ -57,12 +57,16 @@ RIGHT: dict[str, Late] = {
     "clipped by norm": lambda net, optimizer, n: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01 * n),
     "by hand, with lr": by_hand,
     "a number of two": lambda net, optimizer, n: [g.mul_(0.1 if n > ROWS // 2 else 0.2) for g in grads(net)],
+    "a comparison": lambda net, optimizer, n: [g.mul_(n > ROWS // 2) for g in grads(net)],
     "full": lambda net, optimizer, n: [g.div_(torch.full((), float(n))) for g in grads(net)],
     "made before": lambda net, optimizer, n: [g.div_(torch.tensor(1.0) * n) for g in grads(net)],
     "added": lambda net, optimizer, n: [g.add_(0.05 * torch.ones_like(g) / n) for g in grads(net)],
 }
 REFUSED: dict[str, Late] = {
     "tensor": lambda net, optimizer, n: [g.div_(torch.tensor(float(n))) for g in grads(net)],
+    "a dtype": lambda net, optimizer, n: [
+        g.copy_(g.to(torch.float64 if n > ROWS // 2 else torch.half)) for g in grads(net)
+    ],
     "ones": lambda net, optimizer, n: [g.div_(torch.ones(n).sum()) for g in grads(net)],
     "a branch": lambda net, optimizer, n: [g.mul_(0.1) for g in grads(net)] if n > ROWS // 2 else None,
     "clipped by value": lambda net, optimizer, n: torch.nn.utils.clip_grad_value_(net.parameters(), 0.001 * n),

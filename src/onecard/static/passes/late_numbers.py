@@ -12,19 +12,21 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from onecard._torch.names import tree_flatten, tree_unflatten
 from onecard.static.passes.dependence import Doubt
 from onecard.static.passes.once import Once, phase_of, words
 
+_COMPARED = (int, float, complex, str, tuple, torch.dtype)
 _FEW = 64  # elements of a tensor that Python has made of values
 _LONG = 2000  # calls, of those that are compared with each other
 
 
 @dataclass(frozen=True)
 class CallEntry:
-    """A call of a step: what it calls, and the numbers that it is given (None: another argument)."""
+    """A call of a step: what it calls, and the numbers and words that it is given (None: another argument)."""
 
     node: fx.Node
     target: Any
@@ -42,7 +44,7 @@ def _entry(node: fx.Node, values: Mapping[fx.Node, Any]) -> CallEntry:
         if isinstance(x, fx.Node):
             x = values.get(x)
             x = tuple(x.flatten().tolist()) if isinstance(x, Tensor) and x.numel() <= _FEW else None
-        found.append(x if isinstance(x, int | float | tuple) and not isinstance(x, bool) else None)
+        found.append(x if isinstance(x, _COMPARED) else None)
     return CallEntry(node, node.target, tuple(found))
 
 
@@ -131,7 +133,8 @@ def _taken(a: CallEntry, b: CallEntry, late: Mapping[fx.Node, bool]) -> Iterator
     leaves, tree = tree_flatten((a.node.args, a.node.kwargs))
     lists = [x for x in (*a.node.args, *a.node.kwargs.values()) if isinstance(x, list | tuple)]
     for i, (mine, whole) in enumerate(zip(a.given, b.given, strict=True)):
-        if mine != whole and (isinstance(mine, tuple) or any(mine in x for x in lists) or not late[a.node]):
+        number = isinstance(mine, int | float) and isinstance(whole, int | float)
+        if mine != whole and (not number or any(mine in x for x in lists) or not late[a.node]):
             yield _differs(_numbers(words(a.node), (mine,), (whole,)))
             return
         if mine != whole:
