@@ -63,20 +63,24 @@ def set_to_batch(
         training: see ``Once``.
     """
     pairs = _aligned(mine, whole)
-    if len(pairs) == len(mine) == len(whole) and all(mine[i].given == whole[j].given for i, j in pairs):
+    differ = [mine[i].node for i, j in pairs if mine[i].given != whole[j].given]
+    complete = len(pairs) == len(mine) == len(whole)
+    if complete and not differ:
+        return
+    late = _late(graph, Once(graph, training=training))
+    if complete and late.keys().isdisjoint(differ):  # sizes of the forward, most of all
         return
     part = again()
     alike = dict(_aligned(whole, part))
+    there = {*alike.values()}
     apart = [e.node for i, e in enumerate(whole) if i not in alike]
-    apart += [e.node for i, e in enumerate(part) if i not in {*alike.values()}]
+    apart += [e.node for i, e in enumerate(part) if i not in there]
     if (at := next(filter(_follows_gradients, apart), None)) is not None:
         once_more = again()
         if len(_aligned(part, once_more)) == len(part) == len(once_more):
             yield _differs(f"{words(at)} is done for one of them only")
         return
     unlike = {j for j, i in alike.items() if whole[j].given != part[i].given}
-    once = Once(graph, training=training) if unlike else None
-    late = _late(graph, once) if once is not None else {}
     for i, j in pairs:
         if j in unlike:
             unlike.discard(j)
@@ -106,14 +110,21 @@ def _aligned(one: Sequence[CallEntry], other: Sequence[CallEntry]) -> list[tuple
 def _late(graph: fx.Graph, once: Once) -> dict[fx.Node, bool]:
     """What runs once, and what is made for that without the batch; whether for nothing else."""
     found = dict.fromkeys((*once.tail, *once.head), True)
-    wanted = {n for node in found for n in node.all_input_nodes}
+    wanted = set[fx.Node]()
+
+    def read(node: fx.Node) -> None:
+        for n in node.all_input_nodes:
+            wanted.add(n)
+            wanted.update(once.memory.writers_to(n))
+
+    for node in found:
+        read(node)
     for node in reversed(graph.nodes):
-        reads = node in wanted or any(node in once.memory.writers_to(n) for n in wanted)
-        if not reads or node in found or node in once.own or phase_of(node) == "backward":
+        if node not in wanted or node in found or node in once.own or phase_of(node) == "backward":
             continue
         written = bool(once.memory.writes.get(node))
         found[node] = not written and all(found.get(n, False) for n in node.users)
-        wanted |= {*node.all_input_nodes}
+        read(node)
     return found
 
 
