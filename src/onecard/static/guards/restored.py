@@ -1,10 +1,10 @@
-"""What a step that is only looked at has changed in the program's Python: a counter, a list that it appends to."""
+"""What a step that runs once more has changed in the program's Python, of what it reads: a counter, a list that it appends to."""
 
 from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -17,25 +17,22 @@ from onecard.static.guards.unchanged import copied, is_plain
 _FAULTS = (AttributeError, TypeError, ValueError, LookupError)  # of what cannot be written to
 
 
-def put_back(guards: Sequence[Guard], first: Iterable[tuple[Any, Any]]) -> None:
+def put_back(guards: Iterable[Guard]) -> None:
     """Numbers, texts and containers are as they were when the step has read them first.
 
-    Args:
-        guards: what was read; ``first``: containers, and what they held (``copied``).
-
     Example:
+        >>> from onecard.static.guards.lookup import Place
         >>> log = [1, 2, 3]
-        >>> put_back([], [(log, (1, 2))])
+        >>> put_back([Guard(Place("whole", log, None, log), (1, 2), "log", "train.py:3")])
         >>> log
         [1, 2]
     """
-    whole = [(g.place.holder, g.must) for g in guards if g.place.kind == "whole"]
-    for x, held in (*first, *whole):
-        with suppress(*_FAULTS):
-            if not _holds(x, held):
-                _refill(x, held)
     for guard in guards:
         kind, holder, key, _ = guard.place
+        if kind == "whole":
+            with suppress(*_FAULTS):
+                if not _holds(holder, guard.must):
+                    _refill(holder, guard.must)
         if kind not in ("entry", "slot", "cell") or not (guard.must is ABSENT or is_plain(guard.must)):
             continue
         now = now_at(guard.place)

@@ -260,7 +260,7 @@ class Seen:
 
     def put_back(self) -> None:
         """The program's Python is as the step has found it."""
-        put_back(self.guards, self._first.values())
+        put_back(self.guards)
 
     def without_counts(self) -> bool:
         """After a call that did what was recorded: leave out what a library has changed for itself; whether there was any."""
