@@ -18,7 +18,7 @@ from onecard import fleet
 from onecard._torch.names import fake_tensors
 from onecard.static.capture.undo import Undo
 from onecard.static.guards.before import Before
-from onecard.static.guards.held import HeldTensors
+from onecard.static.guards.held import HeldValues
 from onecard.static.step.writes import changed_by
 from onecard.testing import run_ranks
 
@@ -118,7 +118,7 @@ def test_what_a_look_leaves_is_taken_out_again() -> None:
         kept["count"] = 1
 
     before = kept["a"]
-    held = HeldTensors([step])
+    held = HeldValues([step])
     with fake_tensors():
         step(torch.zeros(2))
     lost = held.back()

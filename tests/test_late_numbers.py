@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import math
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -123,24 +126,68 @@ def test_a_loop_over_microbatches_is_told() -> None:
     assert any("takes 2 of a microbatch, and 8 of the batch" in str(w.message) for w in said)
 
 
-def test_a_step_that_counts_its_calls_is_no_length() -> None:
+class Slot:
+    """An object without a dict."""
+
+    __slots__ = ("calls",)
+
+
+class OnClass:
+    calls = 0
+
+
+def next_in(name: str) -> Callable[[nn.Module], int]:
+    """How a step counts its calls."""
+    module = types.ModuleType("counts")
+    slot, space, array, numbered = Slot(), types.SimpleNamespace(), np.zeros(1), bytearray(1)
+    sequence, names, last = [0], collections.OrderedDict[str, int](), 0
+    OnClass.calls = 0
+
+    def up(net: nn.Module) -> int:
+        nonlocal last
+        if name == "array":
+            array[0] += 1
+            return int(array[0])
+        if name == "bytes":
+            numbered.append(0)
+            return len(numbered) - 1
+        if name == "list":
+            sequence[0] += 1
+            return sequence[0]
+        if name == "dict":
+            names["calls"] = names.get("calls", 0) + 1
+            return names["calls"]
+        if name == "variable":
+            last += 1
+            return last
+        holder = {"module": module, "class": OnClass, "slot": slot, "object": space, "layer": net}[name]
+        holder.calls = getattr(holder, "calls", 0) + 1  # type: ignore[attr-defined]
+        return int(holder.calls)
+
+    return up
+
+
+@pytest.mark.parametrize(
+    "name", ["array", "bytes", "list", "dict", "variable", "module", "class", "slot", "object", "layer"]
+)
+def test_a_step_that_counts_its_calls_is_no_length(name: str) -> None:
     """It fits no recording, and runs as it is; looks at it leave the count alone."""
 
-    def once(**options: Any) -> tuple[Tensor, int]:
-        calls = [0]
+    def once(**options: Any) -> tuple[Tensor, list[int]]:
+        up, calls = next_in(name), list[int]()
 
         def late(net: nn.Module, optimizer: Any, n: int) -> None:
-            calls[0] += 1
+            calls.append(up(net))
             for g in grads(net):
-                g.mul_(0.9 ** calls[0])
+                g.mul_(0.9 ** calls[-1])
 
-        return trained(late, **options), calls[0]
+        return trained(late, **options), calls
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found, calls = once(k_steps=4)
-    assert any("calls[0]" in str(w.message) and "the step changes what it reads itself" in str(w.message) for w in said)
-    assert calls == CALLS
+    assert any("the step changes what it reads itself" in str(w.message) for w in said)
+    assert calls == [*range(1, CALLS + 1)]
     torch.testing.assert_close(found, once()[0])
 
 

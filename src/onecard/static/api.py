@@ -25,6 +25,7 @@ from onecard.static.capture.autocast import autocast
 from onecard.static.capture.undo import Undo
 from onecard.static.code.compiled import note_line
 from onecard.static.guards.before import Before
+from onecard.static.guards.held import HeldValues
 from onecard.static.passes import PASSES, StaticOptions, chosen
 from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
 from onecard.static.recording import Recording
@@ -308,6 +309,7 @@ class Static:
             return self._as_it_is(args, kwargs)
         if self._bound:
             warnings.warn(f"{name_of(self.fn)} is recorded anew: {why}", stacklevel=3)
+        held = HeldValues([self.fn, *leaves] if self._parts is not None else [])
         recording, result = recorded(self.fn, leaves, names, tree, self._options, self._whole)
         if self._sketched:
             return self._begun(recording, args, kwargs)
@@ -318,7 +320,7 @@ class Static:
             return result
         if recording.bound is None:
             return self._as_it_is(args, kwargs)
-        return first_replay(name_of(self.fn), recording.bound, args, kwargs, lambda: self._as_it_is(args, kwargs))
+        return first_replay(name_of(self.fn), recording.bound, held, args, kwargs, lambda: self._as_it_is(args, kwargs))
 
     def _all_record(self, why: str, agreed: bool) -> None:
         """Whoever exchanges messages with this rank records the step anew as well."""

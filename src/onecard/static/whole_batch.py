@@ -15,6 +15,7 @@ from onecard.comm.base.record import user_line
 from onecard.errors import OnecardError, RecordingError
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
+from onecard.static.guards.held import HeldValues
 from onecard.static.passes.additive import Additive, Verdict
 from onecard.static.passes.dependence import Doubt
 from onecard.static.passes.late_numbers import CallEntry, listed, set_to_batch
@@ -31,7 +32,9 @@ def calls_of(capture: Capture) -> list[CallEntry]:
     return listed(capture.recorder.graph, made)
 
 
-def first_replay(name: str, bound: BoundRecording, args: Any, kwargs: Any, as_it_is: Callable[[], Any]) -> Any:
+def first_replay(
+    name: str, bound: BoundRecording, held: HeldValues, args: Any, kwargs: Any, as_it_is: Callable[[], Any]
+) -> Any:
     """What a step in microbatches gives that was just recorded; as it is, where it has changed itself what it reads."""
     if (result := bound.replay(args, kwargs)) is not MISS:
         return result
@@ -40,8 +43,7 @@ def first_replay(name: str, bound: BoundRecording, args: Any, kwargs: Any, as_it
         "runs as it is, on the whole batch",
         stacklevel=5,
     )
-    if bound.seen is not None:
-        bound.seen.put_back()
+    held.all_back()
     return as_it_is()
 
 

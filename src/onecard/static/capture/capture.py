@@ -30,7 +30,7 @@ from onecard.static.guards.arguments import modes
 from onecard.static.guards.before import Before, numbers_of, options_of, still_before
 from onecard.static.guards.believed import believed
 from onecard.static.guards.conditions import asked
-from onecard.static.guards.held import NOTHING, HeldTensors
+from onecard.static.guards.held import NOTHING, HeldValues
 from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
 from onecard.static.guards.places import Places, holders, is_nameless
 from onecard.static.guards.ran import NotWatched, Ran, is_watched
@@ -98,7 +98,7 @@ class Capture:
             made_before, self.before.others = self.before.others, []
             self.ran = Ran(fn, self.leaves, self.before.had, self._found, made_before)
         sketched = recorder.sketch is not None
-        held = HeldTensors([fn, *self.leaves, *(root for _, root in self.given_roots)]) if sketched else None
+        held = HeldValues([fn, *self.leaves, *(root for _, root in self.given_roots)]) if sketched else None
         recorded.recorder = recorder
         try:
             for _, root in self.given_roots:

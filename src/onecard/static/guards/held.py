@@ -1,131 +1,283 @@
-"""What a step can reach of its program's containers, and what they held: a look leaves tensors without data in none of them.
+"""What a step can reach of its program's containers, and what they held: what a look at the step leaves there is taken out.
 
-A step that is looked at without being done runs its Python: it puts what it makes into dicts, lists, attributes and variables
-of enclosing functions. None of that has values. So it is taken out again, whatever the step reads there later.
+A step that is looked at without being done runs its Python: it counts, and puts what it makes into dicts, lists, attributes and
+variables of enclosing functions. So what was there is put back: tensors, which have no values; all of it, where the step will
+run again.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecard._torch.fakes import is_fake
-from onecard.static.guards.lookup import users
+from onecard.static.guards.lookup import installed, users
+from onecard.static.guards.unchanged import copied
 
 _MOST = 200_000  # containers; a program that reaches more is followed so far
+_MOST_BYTES = 1 << 20
 _PUT_BACK = ("state", "param_groups")
 NOTHING = object()
+Lost = list[tuple[Any, Any]]
 
 
-class HeldTensors:
+class HeldValues:
     """Containers that can be reached from some values, with what they hold now.
 
     Args:
         roots: functions, their arguments, what they are called on.
+
+    Example:
+        >>> log, counts = [1, 2], {"steps": 0}
+        >>> held = HeldValues([log, counts])
+        >>> log.append(3)
+        >>> counts["steps"] += 1
+        >>> held.all_back()
+        >>> log, counts
+        ([1, 2], {'steps': 0})
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
-        self._kept: list[tuple[Any, Any]] = []
-        self._spaces = set[int]()  # of functions: dicts of which only the names that they look up were noted
-        seen, waiting = set[int](), [*roots]
-        while waiting and len(self._kept) < _MOST:
+        self._parts: list[_Kept] = []
+        self._names = set[str]()  # what functions look up
+        self._spaces: list[tuple[Any, set[str]]] = []  # modules and classes that they know, and of which names
+        self._seen = set[int]()
+        self._follow(roots)
+        while self._in_spaces():  # a method that is found there looks up more
+            pass
+
+    def _in_spaces(self) -> bool:
+        before = len(self._parts)
+        for space, known in [*self._spaces]:
+            if names := (self._names | (set(vars(space)) if isinstance(space, type) else set())) - known:
+                known |= names
+                self._follow(self._noted(_Attributes(space, names)))
+        return before < len(self._parts) < _MOST
+
+    def _follow(self, values: Iterable[Any]) -> None:
+        waiting = [*values]
+        while waiting and len(self._parts) < _MOST:
             x = waiting.pop()
-            if id(x) not in seen:
-                seen.add(id(x))
+            if id(x) not in self._seen:
+                self._seen.add(id(x))
                 waiting += self._within(x)
 
     def _within(self, x: Any) -> Iterable[Any]:
         """What a value leads to; what it holds is noted."""
         if isinstance(x, dict):
-            return [*self._noted(x, dict(x)).values()]
+            return self._noted(_Entries(x))
         if isinstance(x, list | deque):
-            return [*self._noted(x, list(x))]
+            return self._noted(_Sequence(x))
         if isinstance(x, set):
-            return [*self._noted(x, set(x))]
+            return self._noted(_Set(x))
+        if isinstance(x, np.ndarray | bytearray):
+            size = x.nbytes if isinstance(x, np.ndarray) else len(x)
+            return self._noted(_Array(x)) if size <= _MOST_BYTES else ()  # data, which a step reads
         if isinstance(x, tuple | frozenset):
-            return list(x)
+            return x
         if isinstance(x, types.FunctionType):
-            return [*self._of_function(x)]
+            return self._of_function(x)
         if isinstance(x, types.MethodType):
             return [x.__self__, x.__func__]
         if isinstance(x, functools.partial):
             return [x.func, x.args, x.keywords]
         if isinstance(x, Optimizer):
-            hooks = [*x._optimizer_step_pre_hooks.values(), *x._optimizer_step_post_hooks.values()]
-            if not users(str(type(x).__module__)):
-                return hooks
-            # A count of its own (``self.k += 1``). States and groups are put back elsewhere.
-            own = self._noted(vars(x), dict(vars(x)))
-            return [*hooks, *(value for name, value in own.items() if name not in _PUT_BACK)]
-        if isinstance(x, Tensor | type | types.ModuleType):
+            return self._of_optimizer(x)
+        if isinstance(x, types.ModuleType | type):
+            module = str(x.__name__ if isinstance(x, types.ModuleType) else x.__module__)
+            if users(module) and not installed(module):  # libraries keep no counts there
+                self._spaces.append((x, set()))
             return []
         if isinstance(x, nn.Module | types.SimpleNamespace) or users(str(type(x).__module__)):
-            return [vars(x)] if hasattr(x, "__dict__") else []
+            return self._of_object(x)
         return []
+
+    def _of_object(self, x: Any) -> Iterator[Any]:
+        yield from type(x).__mro__
+        if hasattr(x, "__dict__"):
+            yield vars(x)
+        if slots := [name for base in type(x).__mro__ for name in _slots(base)]:
+            yield from self._noted(_Attributes(x, slots))
+
+    def _of_optimizer(self, x: Any) -> Iterator[Any]:
+        yield from (*x._optimizer_step_pre_hooks.values(), *x._optimizer_step_post_hooks.values())
+        if users(str(type(x).__module__)):
+            # A count of its own (``self.k += 1``). States and groups are put back elsewhere.
+            yield from self._noted(_Entries(vars(x), set(vars(x)).difference(_PUT_BACK)))
 
     def _of_function(self, x: types.FunctionType) -> Iterator[Any]:
         yield from (x.__defaults__ or (), x.__kwdefaults__ or {}, x.__dict__)
         for cell in x.__closure__ or ():
-            yield self._noted(cell, _in_cell(cell))
+            yield from self._noted(_Attributes(cell, ("cell_contents",), "a variable of an enclosing function"))
         if users(str(x.__module__)):
-            found = {name: x.__globals__.get(name, NOTHING) for name in _names(x.__code__)}
-            self._spaces.add(id(x.__globals__))
-            yield from self._noted(x.__globals__, found).values()
+            names = _names(x.__code__)
+            self._names |= names
+            yield from self._noted(_Entries(x.__globals__, names))
 
-    def _noted(self, container: Any, held: Any) -> Any:
-        self._kept.append((container, held))
-        return held
+    def _noted(self, part: _Kept) -> Iterable[Any]:
+        self._parts.append(part)
+        return part.values()
 
     def all_back(self) -> None:
         """Everything that a step has put in, or in the place of something, is out again: numbers and texts, too."""
-        for container, held in reversed(self._kept):
-            if isinstance(container, dict):
-                for key in [key for key, was in held.items() if container.get(key, NOTHING) is not was]:
-                    _put(container, key, held[key])
-                if id(container) not in self._spaces:
-                    for key in [key for key in container if key not in held]:
-                        del container[key]
-            elif isinstance(container, types.CellType):
-                if _in_cell(container) is not held:
-                    _put_in_cell(container, held)
-            elif isinstance(container, set):
-                container &= held
-                container |= held
-            elif len(container) != len(held) or any(a is not b for a, b in zip(container, held, strict=True)):
-                container.clear()
-                container.extend(held)
+        for part in reversed(self._parts):
+            part.all_back()
 
-    def back(self) -> list[tuple[Any, Any]]:
+    def back(self) -> Lost:
         """Take tensors without data out again; their keys, and what had been there before, or ``NOTHING``."""
-        found: list[tuple[Any, Any]] = []
-        for container, held in self._kept:
-            if isinstance(container, dict):
-                lost = [key for key, value in container.items() if _is_lost(value) and value is not held.get(key)]
-                for key in lost:
-                    _put(container, key, held.get(key, NOTHING))
-                found += [(key, held.get(key, NOTHING)) for key in lost]
-            elif isinstance(container, types.CellType):
-                if _is_lost(now := _in_cell(container)) and now is not held:
-                    _put_in_cell(container, held)
-                    found.append(("a variable of an enclosing function", held))
-            elif isinstance(container, set):
-                lost = [value for value in container if _is_lost(value) and value not in held]
-                container.difference_update(lost)
-                found += [("an entry of a set", NOTHING)] * len(lost)
-            elif any(_is_lost(value) for value in container if all(value is not x for x in held)):
-                now = [*container]
-                container.clear()
-                container.extend(held)
-                pairs = enumerate(zip_longest(held, now, fillvalue=NOTHING))
-                found += [(i, was) for i, (was, new) in pairs if was is not new and _is_lost(new)]
+        return [lost for part in self._parts for lost in part.back()]
+
+
+class _Kept(Protocol):
+    """A container, and what it held."""
+
+    def values(self) -> Iterable[Any]: ...
+    def all_back(self) -> None: ...
+    def back(self) -> Lost: ...
+
+
+class _ByName:
+    """What has values by name; of ``names`` only these are the step's."""
+
+    def __init__(self, holder: Any, names: Collection[Any] | None = None, said: str = "") -> None:
+        self.holder, self.names, self._said = holder, names, said
+        self.held = self.now()
+
+    def now(self) -> dict[Any, Any]:
+        raise NotImplementedError
+
+    def put(self, key: Any, value: Any) -> None:
+        raise NotImplementedError
+
+    def values(self) -> Iterable[Any]:
+        return [*self.held.values()]
+
+    def all_back(self) -> None:
+        now = self.now()
+        for key in {**now, **self.held}:
+            if now.get(key, NOTHING) is not (was := self.held.get(key, NOTHING)):
+                self.put(key, was)
+
+    def back(self) -> Lost:
+        lost = [key for key, x in self.now().items() if _is_lost(x) and x is not self.held.get(key, NOTHING)]
+        found = [(key, self.held.get(key, NOTHING)) for key in lost]
+        for key, was in found:
+            self.put(key, was)
+        return [(self._said or key, was) for key, was in found]
+
+
+class _Entries(_ByName):
+    """A dict; with ``names``, a part of a namespace."""
+
+    def now(self) -> dict[Any, Any]:
+        if self.names is None:
+            return dict(copied(self.holder))
+        return {name: self.holder[name] for name in sorted(self.holder.keys() & self.names)}
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is NOTHING:
+            self.holder.pop(key, None)
+        else:
+            self.holder[key] = value
+
+    def all_back(self) -> None:
+        super().all_back()
+        if isinstance(self.holder, OrderedDict):
+            for key in self.held:
+                self.holder.move_to_end(key)
+
+
+class _Attributes(_ByName):
+    """Attributes without a dict of their own: of a class, a module, an object with slots, a cell."""
+
+    def now(self) -> dict[Any, Any]:
+        if isinstance(self.holder, type | types.ModuleType):
+            space = vars(self.holder)
+            return {name: space[name] for name in sorted(space.keys() & set(self.names or ()))}
+        found = {}
+        for name in self.names or ():
+            with suppress(AttributeError, ValueError):  # not set
+                found[name] = getattr(self.holder, name)
         return found
+
+    def put(self, key: Any, value: Any) -> None:
+        if isinstance(self.holder, types.ModuleType) and isinstance(getattr(self.holder, key, None), types.ModuleType):
+            return  # imported meanwhile, which is done once
+        with suppress(AttributeError, TypeError, ValueError):  # a frozen one
+            if value is NOTHING:
+                delattr(self.holder, key)
+            else:
+                setattr(self.holder, key, value)
+
+
+class _Sequence:
+    """A list or a deque."""
+
+    def __init__(self, holder: list[Any] | deque[Any]) -> None:
+        self._holder, self._held = holder, list(holder)
+
+    def values(self) -> Iterable[Any]:
+        return self._held
+
+    def all_back(self) -> None:
+        if len(self._holder) != len(self._held) or any(
+            a is not b for a, b in zip(self._holder, self._held, strict=True)
+        ):
+            self._holder.clear()
+            self._holder.extend(self._held)
+
+    def back(self) -> Lost:
+        if not any(_is_lost(x) for x in self._holder if all(x is not was for was in self._held)):
+            return []
+        now = [*self._holder]
+        self.all_back()
+        pairs = enumerate(zip_longest(self._held, now, fillvalue=NOTHING))
+        return [(i, was) for i, (was, new) in pairs if was is not new and _is_lost(new)]
+
+
+class _Set:
+    def __init__(self, holder: set[Any]) -> None:
+        self._holder, self._held = holder, set(holder)
+
+    def values(self) -> Iterable[Any]:
+        return self._held
+
+    def all_back(self) -> None:
+        self._holder &= self._held
+        self._holder |= self._held
+
+    def back(self) -> Lost:
+        lost = [x for x in self._holder if _is_lost(x) and x not in self._held]
+        self._holder.difference_update(lost)
+        return [("an entry of a set", NOTHING)] * len(lost)
+
+
+class _Array:
+    """Numbers without tensors among them: an array of NumPy, bytes."""
+
+    def __init__(self, holder: Any) -> None:
+        self._holder, self._held = holder, holder.copy()
+
+    def values(self) -> Iterable[Any]:
+        return ()
+
+    def all_back(self) -> None:
+        if isinstance(self._holder, bytearray):
+            self._holder[:] = self._held
+        elif self._holder.flags.writeable and self._holder.shape == self._held.shape:
+            self._holder[...] = self._held
+
+    def back(self) -> Lost:
+        return []
 
 
 def _is_lost(x: Any) -> bool:
@@ -133,25 +285,9 @@ def _is_lost(x: Any) -> bool:
     return any(map(_is_lost, x)) if type(x) is tuple else isinstance(x, Tensor) and is_fake(x)
 
 
-def _put(container: dict[Any, Any], key: Any, value: Any) -> None:
-    if value is NOTHING:
-        container.pop(key, None)
-    else:
-        container[key] = value
-
-
-def _in_cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return NOTHING
-
-
-def _put_in_cell(cell: types.CellType, value: Any) -> None:
-    if value is NOTHING:
-        del cell.cell_contents
-    else:
-        cell.cell_contents = value
+def _slots(cls: type) -> list[str]:
+    """Names of a class whose values lie in its objects."""
+    return [name for name, x in vars(cls).items() if isinstance(x, types.MemberDescriptorType)]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -61,9 +61,13 @@ def users(module: str) -> bool:
     if top in ("torch", "onecard", "numpy"):
         return module == "torch.optim.lr_scheduler"
     if top == "__main__" or top not in sys.stdlib_module_names:
-        found = vars(sys.modules.get(top) or sys).get("__file__") or ""
-        return "site-packages" not in found or top in _built_on_torch(len(sys.modules))
+        return not installed(top) or top in _built_on_torch(len(sys.modules))
     return False
+
+
+def installed(module: str) -> bool:
+    """Whether a module of Python is of an installed library."""
+    return "site-packages" in (vars(sys.modules.get(module.partition(".")[0]) or sys).get("__file__") or "")
 
 
 @functools.lru_cache(maxsize=1)

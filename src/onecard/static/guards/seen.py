@@ -21,7 +21,6 @@ from onecard.static.guards.guard import LOOKED_UP, OF_CODE, Guard
 from onecard.static.guards.lookup import ABSENT, BYTES, CONTAINERS, SHOW, Place, behind, now_at, users
 from onecard.static.guards.numbers import Number, numbers_in
 from onecard.static.guards.places import named_parameters
-from onecard.static.guards.restored import put_back
 from onecard.static.guards.unchanged import copied, is_plain, kept
 
 
@@ -257,10 +256,6 @@ class Seen:
         for held in (self._first, self._known, self._old, self._stored, self._library, self._left):
             held.clear()
         self._had, self._found = (lambda x: False), (lambda x: None)
-
-    def put_back(self) -> None:
-        """The program's Python is as the step has found it."""
-        put_back(self.guards)
 
     def without_counts(self) -> bool:
         """After a call that did what was recorded: leave out what a library has changed for itself; whether there was any."""
