@@ -4,9 +4,10 @@
     python benchmarks/recording.py --other ../before/src       # beside the library of another checkout
 
 A GPT (d=64, 4 layers, 32 tokens, batch 8) with clipping and AdamW. "marks": its second call on 2 ranks, tp=2. "1F1B", "ZBV":
-its first two calls as a pipeline of 2 ranks with 4 microbatches, of which each is recorded and cut. "plan": ``oc.plan`` of one
-with 2 layers for 4 ranks. "prove": ``oc.prove`` of one of 2 layers on 4 ranks. Seconds are the least of rounds; each round is a
-process of its own. Calls are counted by Python's profiler: they are the same on a machine with other work.
+its first two calls as a pipeline of 2 ranks with 4 microbatches, of which each is recorded and cut; "deep": of 16 layers under
+1F1B. "plan": ``oc.plan`` of one with 2 layers for 4 ranks. "prove": ``oc.prove`` of one of 2 layers on 4 ranks. Seconds are the
+least of rounds; each round is a process of its own. Calls are counted by Python's profiler: they are the same on a machine with
+other work.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "examples" / "gpt"), str(Path(__file__).parent)]
 
-KINDS = ("marks", "1F1B", "ZBV", "plan", "prove")
-CUTS = {"1F1B": ("blocks.2",), "ZBV": ("blocks.1", "blocks.2", "blocks.3")}
+KINDS = ("marks", "1F1B", "ZBV", "deep", "plan", "prove")
+CUTS = {"1F1B": ("blocks.2",), "ZBV": ("blocks.1", "blocks.2", "blocks.3"), "deep": ("blocks.8",)}
+DEEP = 16  # layers
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,10 @@ def on_rank(kind: str, calls: bool) -> float:
     from placements import shard_batch, shard_model
 
     torch.manual_seed(0)
-    model = GPT(GPTConfig(max_seq_len=32, n_layer=4, n_head=4, d_model=64))
+    model = GPT(GPTConfig(max_seq_len=32, n_layer=DEEP if kind == "deep" else 4, n_head=4, d_model=64))
     ids = torch.randint(256, (8, 33), generator=torch.Generator().manual_seed(1))
     batch: Any = (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-    stages = oc.Stages(4, schedule=kind, at=CUTS[kind]) if kind in CUTS else None
+    stages = oc.Stages(4, schedule="1F1B" if kind == "deep" else kind, at=CUTS[kind]) if kind in CUTS else None
     if stages is None:
         mesh = oc.ProcessMesh([[0, 1]], ["dp", "tp"])
         shard_model(model, mesh)

@@ -116,6 +116,62 @@ def test_what_is_divided_is_told(name: str, how: str) -> None:
         assert any(line.startswith("0.weight: something else has this tensor's memory") for line in said)
 
 
+def with_vector(plan: oc.Plan | None, again: bool) -> list[float]:
+    """Gradients that are views of one vector, set once the model is laid out, or in each step; with a scheduler of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if plan is not None:
+        oc.parallelize(model, optimizer, plan=plan)
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    found = []
+    for step in range(4):
+        flat.zero_()
+        if again or not step:
+            for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
+                p.grad = part.view(p.shape)
+        for _ in range(2):
+            x = torch.randn(8, 4)
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+        flat.mul_(0.5 / flat.norm())
+        optimizer.step()
+        found += [float(loss.detach()), float(flat.norm())]
+    return found
+
+
+def both_with_vector(plan: oc.Plan, again: bool) -> float:
+    found, wanted = with_vector(plan, again), with_vector(None, again)
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_vector_of_gradients_stays_the_programs(zero: int, again: bool) -> None:
+    assert max(run_ranks(both_with_vector, 2, planned(dp=2, zero=zero), again)) < 1e-5
+
+
+def fitted(name: str, stage: int) -> list[str]:
+    """What an Engine says of a habit. On a rank."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 6), nn.Linear(6, 4)
+    model = nn.Sequential(first, nn.Tanh(), second)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = HABITS[name](first, second)
+    strategy = oc.Strategy({"sharding": {"enable": True, "stage": stage}})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        engine = oc.Engine(model, nn.MSELoss(), optimizer, strategy=strategy)
+        engine.fit([(torch.randn(4, 4), torch.randn(4, 4))], verbose=0)
+    seen()
+    return [str(w.message) for w in said if "memory" in str(w.message)]
+
+
+@pytest.mark.parametrize(("name", "stage", "told"), [("state", 1, 0), ("gradients", 2, 1), ("state", 3, 2)])
+def test_an_engine_with_zero_says_it_too(name: str, stage: int, told: int) -> None:
+    assert [len(said) for said in run_ranks(fitted, 2, name, stage)] == [told, told]
+
+
 def own_copies(plan: oc.Plan) -> list[str]:
     """What is said of a model of which nobody holds anything but copies. On a rank."""
     torch.manual_seed(0)

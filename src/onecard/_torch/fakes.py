@@ -48,6 +48,11 @@ DEVICE = "_onecard_device"
 """Noted on a tensor that has never been in memory: where it would be."""
 
 
+def asks_device(func: Any, args: Any) -> bool:
+    """Whether a call asks where a tensor without data is (``fake_device``): nothing to a mode, and a third of its calls."""
+    return func is _DEVICE and isinstance(args[0], _kind())
+
+
 def device_of(x: Tensor) -> torch.device:
     """A tensor's device; one without data would run an operator to tell, which every mode sees."""
     found: torch.device = x.fake_device if is_fake(x) else getattr(x, DEVICE, x.device)  # type: ignore[attr-defined]
@@ -133,23 +138,32 @@ def remembering() -> type:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _DEVICE and type(args[0]) is fake:
                 return args[0].fake_device
-            key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-            key.append(names.default_device())
-            if not _told(key, args, self, fake) or (kwargs and not _told(key, kwargs.items(), self, fake)):
-                return self._by_torch(func, types, args, kwargs or {})
-            asked = tuple(key)
-            entry = known.get(asked)
-            if entry is None:
-                result = self._by_torch(func, types, args, kwargs or {})
+            asked, result = self._remembered(func, args, kwargs)
+            if result is not None:
+                return result
+            result = self._by_torch(func, types, args, kwargs or {})
+            if asked is not None and asked not in known:
                 if len(known) >= _MOST:
                     known.clear()
                 known[asked] = (func, _seen(func, args, kwargs or {}, result, fake))  # func keeps its identity
-                return result
-            kind, parts = entry[1]
+            return result
+
+        def _remembered(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            """What such calls are known by, and the result of one that is; None: torch has to tell."""
+            key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+            key.append(names.default_device())
+            if not _told(key, args, self, fake) or (kwargs and not _told(key, kwargs.items(), self, fake)):
+                return None, None
+            asked = tuple(key)
+            kind, parts = known[asked][1] if asked in known else (None, ())
             if kind is None:
-                return self._by_torch(func, types, args, kwargs or {})
+                return asked, None
             made = [args[part] if type(part) is int else _like(part, args, self, fake) for part in parts]
-            return kind(made) if kind is not Tensor else made[0]
+            return asked, kind(made) if kind is not Tensor else made[0]
+
+        def remembered(self, func: Any, args: Any, kwargs: Any) -> Any:
+            """The result of a call that was made before in this mode, which need not be on for it; None: it was not."""
+            return self._remembered(func, args, kwargs)[1]
 
     return Remembering
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import reduce
+from functools import lru_cache, reduce
 from importlib import import_module
 from typing import Any, cast
 from unittest.mock import patch
@@ -219,9 +219,14 @@ def keeps_results() -> bool:
 
 def count_writes(func: OpOverload, args: Any) -> None:
     """Count for autograd what an operator on lists has written: under a mode its kernels do not (wrong gradients of views)."""
-    written = func._schema.arguments and func._schema.arguments[0].alias_info
-    if func._schema.name.startswith("aten::_foreach") and written and not torch.is_inference_mode_enabled():
+    if _writes_lists(func) and not torch.is_inference_mode_enabled():
         torch.autograd.graph.increment_version(args[0])
+
+
+@lru_cache(maxsize=4096)
+def _writes_lists(func: OpOverload) -> bool:
+    written = func._schema.arguments and func._schema.arguments[0].alias_info
+    return bool(written) and func._schema.name.startswith("aten::_foreach")
 
 
 def traces() -> bool:

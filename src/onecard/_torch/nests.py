@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree
 from torch.utils._pytree import SUPPORTED_NODES
 
 _PLAIN = frozenset((tuple, list, dict))
+_NESTS = _PLAIN | {immutable_list, immutable_dict}  # those of a graph's nodes are taken apart as others are
+_DICTS = frozenset((dict, immutable_dict))
 
 
 def tree_leaves(tree: Any) -> list[Any]:
@@ -25,15 +28,15 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 def _collect(tree: Any, found: list[Any]) -> None:
     kind = type(tree)
-    if kind not in _PLAIN:
+    if kind not in _NESTS:
         if _is_leaf(tree, kind):
             found.append(tree)
         else:
             found += _pytree.tree_leaves(tree)
         return
-    for part in tree.values() if kind is dict else tree:
+    for part in tree.values() if kind in _DICTS else tree:
         inner = type(part)
-        if inner in _PLAIN or not _is_leaf(part, inner):
+        if inner in _NESTS or not _is_leaf(part, inner):
             _collect(part, found)
         else:
             found.append(part)

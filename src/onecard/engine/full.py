@@ -96,7 +96,8 @@ def apply(engine: Any, found: Plans, optimizers: Any) -> None:
         sizes = [(PIPELINE[0], best.pp), ("dp", best.dp), ("tp", best.tp)]
         sizes = [(name, size) for name, size in sizes if size > 1]
         mesh = ProcessMesh(np.arange(best.world).reshape([size for _, size in sizes]), [name for name, _ in sizes])
-        lay_out(engine.model, mesh, optimizers, lambda name: placed(best.placements, name, mesh.dim_names))
+        where = lambda name: placed(best.placements, name, mesh.dim_names)  # noqa: E731
+        lay_out(engine.model, mesh, optimizers, where, zero=best.zero if best.dp > 1 else 0)
         hold_outputs(best.outputs, engine.model)
     for section in ("sharding", "pipeline", "recompute", "gradient_merge"):
         if not getattr(strategy, section).enable and config[section]["enable"]:

@@ -90,7 +90,7 @@ def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strate
     axis = _divided(strategy, place) if strategy.sharding.enable else ""
     if len(meshes) < 2:
         for module in modules:
-            lay_out(module, mesh, optimizers, staged=degree > 1)
+            lay_out(module, mesh, optimizers, staged=degree > 1, zero=strategy.sharding.stage if axis else 0)
     for optimizer in optimizers:
         if not _is_laid_out(optimizer):
             shard_optimizer(optimizer, stage_of(strategy, mesh, axis, model))
@@ -192,6 +192,7 @@ def lay_out(
     optimizers: Sequence[Optimizer],
     where: swap.Where | None = None,
     staged: bool = False,
+    zero: int = 0,
 ) -> None:
     """Lay a module out in place: who holds a parameter (lists, averages, optimizers) holds what lies on the mesh.
 
@@ -200,10 +201,10 @@ def lay_out(
 
     Args:
         where: the placements of the parameter of a name; None: all are the same on all ranks.
-        staged: as of ``swap.lay_out``.
+        staged, zero: as of ``swap.lay_out``.
     """
     before = dict(module.named_parameters(remove_duplicate=False))
-    swap.lay_out(module, mesh, where or (lambda _: [Replicate()] * mesh.ndim), _told, staged)
+    swap.lay_out(module, mesh, where or (lambda _: [Replicate()] * mesh.ndim), _told, staged, zero)
     after = dict(module.named_parameters(remove_duplicate=False))
     taken = {id(old): (old, after[name]) for name, old in before.items() if after[name] is not old}
     for old, new in taken.values():

@@ -76,7 +76,7 @@ def user_line(inner: FrameType | None = None) -> str:
     frame: FrameType | None = inner or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if _users(name):
+        if _is_users[name] if name in _is_users else _users(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return _again.here or "?"

@@ -53,6 +53,7 @@ class NodeRanks:
         self.graph, self.homes, self.all = graph, homes, Ranks(range(ranks))
         self.order = ProgramOrder(graph)
         self.nodes = list(graph.nodes)
+        self._number = {node: i for i, node in enumerate(self.nodes)}
         self.writers: dict[fx.Node, list[fx.Node]] = {}
         for node, roots in self.order.memory.writes.items():
             for root in roots:
@@ -230,10 +231,11 @@ class NodeRanks:
         """
         for root, nodes in self._accesses().items():
             self._check_memory(root, nodes)
+        behind = self._reads_behind()
         for root, writers in self.writers.items():
             self._check_written(root, [node for node in writers if part_of(node) is None])
             if root.op == "call_function":
-                self._check_left(root, [node for node in writers if part_of(node) is not None])
+                self._check_left(root, [node for node in writers if part_of(node) is not None], behind.get(root, ()))
         for node in self.graph.find_nodes(op="placeholder"):
             had = {self.homes[stage] for stage in node.meta.get("stages", ())}
             if had and not self.holders(node) <= had:
@@ -282,15 +284,23 @@ class NodeRanks:
                 "Use it where it is written (in the update of the parameter that it belongs to), or write a copy of it"
             )
 
-    def _check_left(self, root: fx.Node, writers: list[fx.Node]) -> None:
+    def _reads_behind(self) -> dict[fx.Node, list[tuple[int, fx.Node]]]:
+        """Under what names memory is read outside of stages, and by which node of all."""
+        found: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
+        for node, number in self._number.items():
+            for name in node.all_input_nodes if part_of(node) is None else ():
+                for root in self.order.memory.roots[name]:
+                    found.setdefault(root, []).append((number, name))
+        return found
+
+    def _check_left(self, root: fx.Node, writers: list[fx.Node], reads: Iterable[tuple[int, fx.Node]]) -> None:
         """What stages have written to is read behind them as they have left it, not as another rank has made it."""
+        if not writers:
+            return
         there = frozenset[int]().union(*(self.at[w] for w in writers))
-        begun = False
-        for node in self.nodes if writers else ():
-            begun |= node in writers
-            names = [n for n in node.all_input_nodes if root in self.order.memory.roots[n] and n not in writers]
-            if begun and part_of(node) is None and not all(self.at[n] <= there for n in names):
-                raise self._inside(root, writers[-1])
+        begun = self._number[writers[0]]
+        if any(at > begun and name not in writers and not self.at[name] <= there for at, name in reads):
+            raise self._inside(root, writers[-1])
 
     def _given(self) -> set[fx.Node]:
         return {n for n in self.nodes if n.op == "placeholder" and _is_everywhere(n)}

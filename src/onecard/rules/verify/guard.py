@@ -10,6 +10,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 
+import torch
+
 Note = Callable[[str], None]
 
 
@@ -46,6 +48,9 @@ def forked(work: Callable[[], int]) -> int:
         return child
     status = 1
     try:
+        # A fork's pool of threads is made anew by who asks for it first. Where autograd's threads of several devices do so at
+        # once, one finds none, and ends the process ("Invalid thread pool"). Nobody else is here yet.
+        torch.set_num_threads(torch.get_num_threads())
         status = work()
     except BaseException:
         traceback.print_exc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from onecard._torch import fakes
 from onecard._torch.modes import DispatchMode
 from onecard.comm.base import own
 from onecard.static.capture.recorder import Recorder
@@ -18,6 +19,8 @@ class Below(DispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fakes.asks_device(func, args):
+            return args[0].fake_device
         recorder = self.recorder
         if any(issubclass(kind, DistTensor) for kind in types):
             if recorder.listens:

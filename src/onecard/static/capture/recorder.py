@@ -46,6 +46,10 @@ Condition = tuple[
 ]  # a comparison, what it compares (nodes, values), the outcome
 
 
+_KEYS = (Key, recorded.Opaque)
+_AS_THEY_ARE = frozenset((int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
 def _top() -> None:
     """Stands where the operators begin, until they are all there."""
 
@@ -157,8 +161,9 @@ class Recorder(ValueReads):
         self.leaves |= {id(x): x for x in given if takes_gradients(x)}
         if draws := torch.Tag.nondeterministic_seeded in func.tags:
             self.random.check()
-        with self.paused():
-            self._about_to_write(changed_by(func, args, kwargs))
+        if self.about_to_write is not None and (changed := changed_by(func, args, kwargs)):
+            with self.paused():
+                self.about_to_write(changed)
         result = self.run(func, args, kwargs)
         if self.guesses:
             with self.paused():
@@ -215,7 +220,7 @@ class Recorder(ValueReads):
 
     def _keep(self, node: fx.Node, result: Any, given: set[int]) -> None:
         """Note which tensors a node has made."""
-        if isinstance(result, Key | recorded.Opaque):
+        if isinstance(result, _KEYS):
             self._keys[result] = node
             node.meta["key"] = True
         elif isinstance(result, Tensor):
@@ -253,7 +258,9 @@ class Recorder(ValueReads):
 
     def _given(self, value: Any) -> Any:
         kind = type(value)
-        if isinstance(value, Key | recorded.Opaque):
+        if kind in _AS_THEY_ARE:
+            return value
+        if isinstance(value, _KEYS):
             return self._keys[value]
         if isinstance(value, Tensor):
             return self.node_of(value)

@@ -68,13 +68,30 @@ class Sketch:
             return func(*args, **kwargs)
         if not faked.here and not all(fakes.is_of(x, self._mode) for x in given):
             raise refusals.left_by_a_look(next(x for x in given if not fakes.is_of(x, self._mode)))
-        with _untraced():
+        with _untraced() if sys.gettrace() is not None else nullcontext():
             args, kwargs = tree_map(self.of, (tuple(args), dict(kwargs)))
-            with self._mode:
-                result = _shaped(func, args, kwargs)
+            result = self._shaped(func, args, kwargs)
             if isinstance(result, tuple):
                 result = as_the_kernel_gives(args, result)
             return tree_map(lambda x: self._real.get(id(x), x), result)
+
+    def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator on tensors without data: as its row says, where torch's own function refuses what kernels
+        do."""
+        row = find(func)
+        if row is not None and row.results is not None and len(func._schema.returns) == 1:
+            with self._mode:
+                return row.results(Call(func, args, kwargs))[0]
+        if not faked.here and (known := self._mode.remembered(func, args, kwargs)) is not None:
+            return known
+        try:
+            with self._mode:
+                return func(*args, **kwargs)
+        except fakes.values_needed() as why:
+            raise refusals.reads_data(f"{func._schema.name} looks at its values") from why
+        except ZeroDivisionError:  # torch divides by the number of elements of a loss, of which an empty part has none
+            with self._mode:
+                return torch.empty_like(args[1])
 
     def seen(self, x: Tensor) -> Tensor:
         """A tensor as operators are given it."""
@@ -84,19 +101,6 @@ class Sketch:
         """Tensors are about to be written to: those with data are. Generators are drawn from."""
         if not any(map(self.without_data, tensors)):
             self._about_to_write(tensors)
-
-
-def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operator on tensors without data: as its row says, where torch's own function refuses what kernels do."""
-    row = find(func)
-    if row is None or row.results is None or len(func._schema.returns) != 1:
-        try:
-            return func(*args, **kwargs)
-        except fakes.values_needed() as why:
-            raise refusals.reads_data(f"{func._schema.name} looks at its values") from why
-        except ZeroDivisionError:  # torch divides by the number of elements of a loss, of which an empty part has none
-            return torch.empty_like(args[1])
-    return row.results(Call(func, args, kwargs))[0]
 
 
 @contextmanager

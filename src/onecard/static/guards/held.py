@@ -112,7 +112,8 @@ class HeldValues:
         yield from (*x._optimizer_step_pre_hooks.values(), *x._optimizer_step_post_hooks.values())
         if users(str(type(x).__module__)):
             # A count of its own (``self.k += 1``). States and groups are put back elsewhere.
-            yield from self._noted(_Entries(vars(x), set(vars(x)).difference(_PUT_BACK)))
+            self._noted(own := _Entries(vars(x)))
+            yield from (value for name, value in own.held.items() if name not in _PUT_BACK)
 
     def _of_function(self, x: types.FunctionType) -> Iterator[Any]:
         yield from (x.__defaults__ or (), x.__kwdefaults__ or {}, x.__dict__)

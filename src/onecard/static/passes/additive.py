@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from onecard._torch import fakes
 from onecard._torch.modes import DispatchMode
 from onecard._torch.names import in_backward, no_dispatch, tree_leaves
 from onecard.comm.base import record
@@ -109,6 +110,8 @@ class Additive(DispatchMode):
         return x if type(x) in (int, float) else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fakes.asks_device(func, args):
+            return args[0].fake_device
         if func is torch.ops.aten.as_strided_.default and _moves_nothing(args[0], *args[1:]):
             return func(*args, **(kwargs or {}))  # as a pool in channels_last says where its one element lies
         result = func(*args, **(kwargs or {}))

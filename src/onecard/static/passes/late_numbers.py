@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from onecard._torch.names import tree_flatten, tree_unflatten
+from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
 from onecard.static.passes.dependence import Doubt
 from onecard.static.passes.once import Once, phase_of, words
 
@@ -40,7 +40,7 @@ def listed(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> list[CallEntry]:
 
 def _entry(node: fx.Node, values: Mapping[fx.Node, Any]) -> CallEntry:
     found = []
-    for x in tree_flatten((node.args, node.kwargs))[0]:
+    for x in tree_leaves((node.args, node.kwargs)):
         if isinstance(x, fx.Node):
             x = values.get(x)
             x = tuple(x.flatten().tolist()) if isinstance(x, Tensor) and x.numel() <= _FEW else None

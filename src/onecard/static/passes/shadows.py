@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -33,19 +34,21 @@ class Shadows:
     """
 
     def __init__(self, kinds: Mapping[Tensor, Kind]) -> None:
-        self._known: Any = WeakIdKeyDictionary()  # None: has data itself
+        self._known: Any = WeakIdKeyDictionary()  # with the number of their memory; None: has data itself
+        self._in: dict[int, list[weakref.ref[Tensor]]] = {}  # those, by that number
         self._kinds = kinds
         self._empty: Any = WeakIdKeyDictionary()  # made in the step, not written to when it was made
         self._lost = set[int]()  # memory of the program's own that the step has written to
 
     def of(self, x: Tensor) -> Tensor:
         """The tensor with data; itself, if there is no other."""
-        found: Tensor | None = self._known.get(x)
-        return x if found is None else found
+        data: Tensor | None = self._known[x][1] if self.has(x) else None
+        return x if data is None else data
 
     def has(self, x: Tensor) -> bool:
-        """Whether the step has made a tensor without the batch."""
-        return x in self._known
+        """Whether the step has made a tensor without the batch, which lies where it was made."""
+        known = self._known.get(x)
+        return known is not None and known[0] == memory_of(x)
 
     def _own(self, x: Tensor) -> bool:
         """Whether a tensor is the program's own, as it was before the step."""
@@ -68,31 +71,37 @@ class Shadows:
             self._empty[made[0]] = True
         fill = self._fill(schema.functional, args, kwargs)
         lifted = schema.functional in ("lift_fresh", "lift_fresh_copy")  # of Python's numbers
-        own = [x for x in given if x not in self._known]
+        own = [x for x in given if not self.has(x)]
         known = lifted or (schema.functional not in _GARBAGE and (not own or all(map(self._own, own))))
         if is_real(made[0]):
             if known or fill is not None:
-                self._known[made[0]] = None
+                self._know(made[0], None)
         elif fill is not None:
-            self._known[made[0]] = torch.full(tuple(made[0].shape), fill, dtype=made[0].dtype, device=made[0].device)
+            self._know(made[0], torch.full(tuple(made[0].shape), fill, dtype=made[0].dtype, device=made[0].device))
         elif known:
             found = self._again(func, args, kwargs)
             if isinstance(found, Tensor):
-                self._known[made[0]] = found.clone() if own else found  # not the program's own memory
+                self._know(made[0], found.clone() if own else found)  # not the program's own memory
+
+    def _know(self, x: Tensor, data: Tensor | None) -> None:
+        number = memory_of(x)
+        self._known[x] = (number, data)
+        self._in.setdefault(number, []).append(weakref.ref(x))
 
     def _write(self, func: Any, schema: Schema, args: Any, kwargs: Any, given: Sequence[Tensor]) -> None:
         """A call writes: into the shadow, of a view into the memory of what it is of; or nothing is known of that memory."""
         targets = [*_targets(schema, args, kwargs)]
         name, memory = schema.functional, {*map(memory_of, targets)}
-        known = all(x in self._known or (all(x is not t for t in targets) and self._own(x)) for x in given)
-        if known and (all(self._known[x] is None for x in targets) or self._again(func, args, kwargs) is not None):
+        known = all(self.has(x) or (all(x is not t for t in targets) and self._own(x)) for x in given)
+        if known and (all(self._known[x][1] is None for x in targets) or self._again(func, args, kwargs) is not None):
             return
         self._lost |= memory
-        for x in [x for x in self._known if memory_of(x) in memory]:
-            del self._known[x]
-        if name in ("zero", "fill", "copy") and targets[0] in self._empty and all(x in self._known for x in given[1:]):
+        for seen in [seen for number in memory for seen in self._in.pop(number, ())]:
+            if (x := seen()) is not None and x in self._known:
+                del self._known[x]
+        if name in ("zero", "fill", "copy") and targets[0] in self._empty and all(map(self.has, given[1:])):
             x = targets[0]
-            self._known[x] = None if is_real(x) else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            self._know(x, None if is_real(x) else torch.zeros(x.shape, dtype=x.dtype, device=x.device))
             if not is_real(x) and self._again(func, args, kwargs) is None:
                 del self._known[x]
 

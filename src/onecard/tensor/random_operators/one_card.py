@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from onecard._torch import fakes
 from onecard._torch import names as _torch
 from onecard._torch.modes import DispatchMode
 from onecard.comm.agree.agree import first_to_say, when_met
@@ -60,6 +61,8 @@ class _Dispatch(DispatchMode):
     """Below autograd: random operators on plain tensors by onecard's handlers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fakes.asks_device(func, args):
+            return args[0].fake_device
         kwargs = kwargs or {}
         handler = drawing.get(func)
         if handler is None or _not_plain((*args, *kwargs.values())):

@@ -186,6 +186,7 @@ class ShardedUpdate:
     ) -> None:
         self.stage, self._joined = stage, joined
         self._during: list[tuple[Cut, Spec]] = []  # what is cut while a step runs, and how it was before
+        self._programs: list[tuple[Any, Any]] = []  # gradients that a program has put there, in memory of its own
         params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
         if not params and any(True for _ in params_of(optimizer)):
             raise LayoutError(
@@ -242,6 +243,7 @@ class ShardedUpdate:
         for param in params_of(optimizer):
             cut = self.stage.cut(param) if isinstance(param, DistTensor) and param.grad is not None else None
             cuts.append(cut) if cut is not None else others.append(param.grad)
+        self._programs = [(cut.x, grad) for cut in cuts if not isinstance(grad := cut.x.grad, DistTensor)]
         reduce_gradients(cuts)
         reduce_all(others, "gradients", explicit=False)
         for cut in cuts:
@@ -259,6 +261,9 @@ class ShardedUpdate:
         for cut, spec in during:
             cut.x._local, cut.x._spec = cut.whole, spec
             memory.wrote(cut.x)
+        programs, self._programs = self._programs, []
+        for param, grad in programs:  # the next backward adds to it
+            param.grad = None if param.grad is None else grad
 
 
 def _take_part(cut: Cut) -> None:
