@@ -225,8 +225,7 @@ def count_writes(func: OpOverload, args: Any) -> None:
 
 @lru_cache(maxsize=4096)
 def _writes_lists(func: OpOverload) -> bool:
-    written = func._schema.arguments and func._schema.arguments[0].alias_info
-    return bool(written) and func._schema.name.startswith("aten::_foreach")
+    return func._schema.name.startswith("aten::_foreach") and any(a.alias_info for a in func._schema.arguments[:1])
 
 
 def traces() -> bool:
