@@ -215,7 +215,7 @@ def planned(name: str, plan: oc.Plan) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-@pytest.mark.parametrize("how", [{"pp": 2}, {"dp": 2}])
+@pytest.mark.parametrize("how", [{"pp": 2}, {"dp": 2}, {"tp": 2}])
 @pytest.mark.parametrize("name", ["div_", "root"])
 def test_under_a_plan(name: str, how: dict[str, int]) -> None:
     plan = oc.Plan(**how, microbatches=4, parameters="float32", compute="float32")  # type: ignore[arg-type]
@@ -252,3 +252,33 @@ def test_a_function_whose_names_lie_in_a_dict_keeps_them() -> None:
     found = trained(both, k_steps=4)
     assert {*names} == before
     torch.testing.assert_close(found, trained(RIGHT["div_"]), rtol=1e-5, atol=1e-6)
+
+
+def by_rows(plan: oc.Plan | None) -> list[float]:
+    """Losses of a model of which rows are divided along tp, with clipping. On a rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Tanh(), nn.Flatten(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run: Any = step if plan is None else oc.to_static(step, plan=plan)
+    draw = torch.Generator().manual_seed(1)
+    shapes = ((16, (ROWS, 4)), (4, (ROWS,)))
+    return [float(run(*(torch.randint(n, shape, generator=draw) for n, shape in shapes))) for _ in range(CALLS)]
+
+
+def test_layouts_that_follow_the_rows_are_no_length() -> None:
+    """Of a microbatch of one row gradients are pending that are whole in the batch: clipping then sums others first."""
+    plan = oc.Plan(
+        tp=2, microbatches=8, parameters="float32", compute="float32", per_host=0, outputs=(("0", "tp: Shard(0)"),)
+    )
+    wanted = by_rows(None)
+    for found in run_ranks(by_rows, 2, plan):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0.0)

@@ -39,6 +39,18 @@ class Listener:
         """Whether what runs now is looked at."""
         return not self._off
 
+    moves = 0
+    """Whether what runs only changes layouts (``moves``): how many such calls are under way."""
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Inside, layouts are changed."""
+        self.moves += 1
+        try:
+            yield
+        finally:
+            self.moves -= 1
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, nothing is looked at."""
@@ -47,6 +59,17 @@ class Listener:
             yield
         finally:
             self._off -= 1
+
+
+def moves(function: Function) -> Function:
+    """A function that only changes layouts: what it does is this package's choice, which may be another one for another batch."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with recorder.moving() if recorder is not None else nullcontext():
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 functions: dict[str, Callable[..., Any]] = {}

@@ -32,6 +32,7 @@ apart: Kept[bool] = Kept(bool)
 """Whether each tensor travels alone: for recordings that are cut into stages, of which each has other parameters."""
 
 
+@recorded.moves
 def reduce_all(tensors: Sequence[Any], name: str = "reduce_partial", explicit: bool = True) -> None:
     """Sum every pending tensor of a list in place, in buckets: one message for many small tensors.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from onecard import recorded
 from onecard._torch import names as _torch
 from onecard.comm.agree.claims import Claim
 from onecard.comm.base import record
@@ -161,6 +162,7 @@ class DistTensor(Tensor):
 
     settle = reduce_partial  # the name that it had first
 
+    @recorded.moves
     def _become(self, target: Layout, op: str, operand: str, reason: str, explicit: bool) -> Tensor:
         """This rank's shard under another layout. A pending sum that is reduced stays reduced (see ``memory``)."""
         steps = self._steps_to(target, op, operand, reason, explicit)
@@ -172,9 +174,8 @@ class DistTensor(Tensor):
                 memory.adopt(self, self._local)
             return self._local
         if not reduces:
-            return (
-                strides.named(strides.place(spec)(run_steps(steps, self._local, shape)), spec) if steps else self._local
-            )
+            made = run_steps(steps, self._local, shape) if steps else None
+            return self._local if made is None else strides.named(strides.place(spec)(made), spec)
         memory.reduce_partial(self, lambda local, owned: run_steps(steps, local, shape, owned))
         return self._local
 

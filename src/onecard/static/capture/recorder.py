@@ -250,6 +250,8 @@ class Recorder(ValueReads):
     def _put(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
         node = called(self.graph, target, args, kwargs)
         node.meta.update(self.phases.here(), line=record.user_line())
+        if self.moves:
+            node.meta["moves"] = True
         if self.hooked == _torch.graph_task() != -1:
             node.meta["hooked"] = True
         return node

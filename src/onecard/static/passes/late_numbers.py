@@ -34,8 +34,11 @@ class CallEntry:
 
 
 def listed(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> list[CallEntry]:
-    """The calls of a step as it was written down. ``values``: what stands for inputs that Python has made of values."""
-    return [_entry(node, values) for node in graph.nodes if node.op == "call_function"]
+    """The calls of a step as it was written down. ``values``: what stands for inputs that Python has made of values.
+
+    Not those that change layouts: a gradient may be pending in a microbatch, and whole in the batch.
+    """
+    return [_entry(n, values) for n in graph.nodes if n.op == "call_function" and "moves" not in n.meta]
 
 
 def _entry(node: fx.Node, values: Mapping[fx.Node, Any]) -> CallEntry:
