@@ -116,6 +116,7 @@ def test_what_a_look_leaves_is_taken_out_again() -> None:
         holder.made.append(fake)
         holder.queue.append(fake)
         kept["count"] = 1
+        globals()["left_by_a_step"] = fake
 
     before = kept["a"]
     held = HeldValues([step])
@@ -124,4 +125,5 @@ def test_what_a_look_leaves_is_taken_out_again() -> None:
     lost = held.back()
     assert kept == {"a": before, "count": 1}
     assert (holder.mean, late, holder.made, [*holder.queue]) == (there, there, [1, there], [there])
-    assert {"a", "b", "mean", "a variable of an enclosing function", 0, 2} == {key for key, _ in lost}
+    assert "left_by_a_step" not in globals()
+    assert {"a", "b", "mean", "left_by_a_step", "a variable of an enclosing function", 0, 2} == {key for key, _ in lost}

@@ -162,6 +162,10 @@ class _ByName:
     def values(self) -> Iterable[Any]:
         return [*self.held.values()]
 
+    def seen(self) -> Iterable[tuple[Any, Any]]:
+        """Where tensors without data are looked for."""
+        return self.now().items()
+
     def all_back(self) -> None:
         now = self.now()
         for key in {**now, **self.held}:
@@ -169,7 +173,7 @@ class _ByName:
                 self.put(key, was)
 
     def back(self) -> Lost:
-        lost = [key for key, x in self.now().items() if _is_lost(x) and x is not self.held.get(key, NOTHING)]
+        lost = [key for key, x in self.seen() if _is_lost(x) and x is not self.held.get(key, NOTHING)]
         found = [(key, self.held.get(key, NOTHING)) for key in lost]
         for key, was in found:
             self.put(key, was)
@@ -189,6 +193,9 @@ class _Entries(_ByName):
             self.holder.pop(key, None)
         else:
             self.holder[key] = value
+
+    def seen(self) -> Iterable[tuple[Any, Any]]:
+        return [*self.holder.items()]  # of a namespace all of it: ``globals()["x"] = ...`` looks no name up
 
     def all_back(self) -> None:
         super().all_back()
