@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,47 @@ def both_with_vector(plan: oc.Plan, again: bool) -> float:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_vector_of_gradients_stays_the_programs(zero: int, again: bool) -> None:
     assert max(run_ranks(both_with_vector, 2, planned(dp=2, zero=zero), again)) < 1e-5
+
+
+class Interrupted(torch.optim.SGD):
+    """Its first step ends in an error, before anything is updated."""
+
+    begun = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.begun:
+            self.begun = True
+            raise RuntimeError("interrupted")
+        return super().step(closure)
+
+
+def after_an_error(plan: oc.Plan | None) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+    if plan is not None:
+        oc.parallelize(model, optimizer, plan=plan)
+    flat, found = torch.zeros(16), []
+    model.weight.grad = flat.view(4, 4)
+    for _ in range(3):
+        x = torch.randn(8, 4)
+        optimizer.zero_grad(set_to_none=False)
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        with suppress(RuntimeError):
+            optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+def both_after_an_error(plan: oc.Plan) -> float:
+    found, wanted = after_an_error(plan), after_an_error(None)
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_step_that_was_interrupted_gives_no_old_gradient_back(zero: int) -> None:
+    assert max(run_ranks(both_after_an_error, 2, planned(dp=2, zero=zero))) < 1e-5
 
 
 def fitted(name: str, stage: int) -> list[str]:

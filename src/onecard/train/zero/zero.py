@@ -220,7 +220,8 @@ class ShardedUpdate:
         return state if cut is None else lay_out_with(state, cut.layout)
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        self._end(optimizer, args, kwargs)  # of a step that was interrupted
+        self._programs = []  # of a step that was interrupted: later gradients are in their place by now
+        self._end(optimizer, args, kwargs)
         undivided.tell(p for p in params_of(optimizer) if p.grad is not None)
         self.reducer.before_step()
         self._take_parts(optimizer)
