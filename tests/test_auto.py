@@ -25,8 +25,10 @@ from torch import nn
 import onecard as oc
 from onecard.auto.entrance import Entrance
 from onecard.auto.rank import Job, begin, watching
+from onecard.commands.find import find
 from onecard.commands.run import main
 from onecard.errors import PlanError
+from onecard.launch._options import Target
 from onecard.testing import RankError, run_ranks
 
 LAUNCH = ["-m", "onecard", "run", "--auto"]
@@ -439,6 +441,16 @@ def test_words_of_one_card_only():
     assert main(["--memory", "x", "--auto", "train.py"]) == 2
     assert main(["--dry_run", "--nproc_per_node", "2", "train.py"]) == 2
     assert main(["--auto", "--nproc_per_node", "2", "missing_program.py"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("signal", "words"), [("SIGKILL", r" \(as a system does that runs out of memory\);"), ("SIGSEGV", ";")]
+)
+def test_a_search_that_is_ended_says_by_what(tmp_path, signal, words):
+    program = tmp_path / "program.py"
+    program.write_text(f"import os, signal\nos.kill(os.getpid(), signal.{signal})\n")
+    with pytest.raises(PlanError, match=f"ended by {signal}{words}"):
+        find(Target(str(program), False, ()), 2, "A100", 0.0)
 
 
 def test_the_first_tensor_says_which_have_rows():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -55,8 +56,18 @@ def find(target: Target, ranks: int, machine: str, memory: float) -> Job:
         finally:
             looks.cancel()
         if status or not into.exists():
-            raise PlanError(f"{target.name}: no plan was found; --auto plan.json takes one")
+            raise PlanError(
+                f"{target.name}: no plan was found{_ended(os.waitstatus_to_exitcode(status))}; --auto plan.json takes one"
+            )
         return Job.from_json(into.read_text(encoding="utf-8"))
+
+
+def _ended(status: int) -> str:
+    """How the process that looks came to its end, where it has not said so itself."""
+    if status >= 0:
+        return ""
+    said = " (as a system does that runs out of memory)" if status == -signal.SIGKILL else ""
+    return f": the process that looked for it was ended by {signal.Signals(-status).name}{said}"
 
 
 def _started(words: list[str]) -> int:
