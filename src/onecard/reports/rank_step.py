@@ -11,7 +11,7 @@ from torch import fx
 
 from onecard.planning.job import bytes_in_words, seconds_in_words
 from onecard.static.price.live import Live, size_of
-from onecard.static.price.messages import axis_of, is_message, is_wait
+from onecard.static.price.messages import axis_of, is_message, waits_for
 from onecard.static.price.price import Cost
 from onecard.static.step.step import RecordedStep
 
@@ -95,7 +95,7 @@ def rank_step(
     for node, found in zip(step.nodes(), cost.nodes, strict=True):
         seconds, before = found.then - before, found.then
         phases[found.phase] = phases.get(found.phase, 0.0) + seconds
-        waited: Any = node.args[0] if is_wait(node) else node
+        waited: Any = waits_for(node) or node
         name = f"messages along {axis_of(waited)!r}" if is_message(waited) else "compute"
         terms[name] = terms.get(name, 0.0) + seconds
     if cost.seconds > before:  # a message that nobody waits for

@@ -18,6 +18,7 @@ from onecard._torch.graphs import in_order
 from onecard.comm.issue import again
 from onecard.static.passes.adding import nbytes
 from onecard.static.passes.draft import editing, order_of, without
+from onecard.static.passes.row_halves import Beside, join, split
 from onecard.static.price.live import Live
 from onecard.static.step.nodes import called
 from onecard.static.step.order import Order, only_moves, only_names, only_room
@@ -31,11 +32,13 @@ AT_ONCE = 4
 @editing
 def overlapped(graph: fx.Graph) -> bool:
     """Split messages into start and wait, and move both, with the copies that only they need."""
-    messages = [n for n in graph.find_nodes(op="call_function", target=again.message) if _worth(n)]
+    halves = split(graph, LARGE)
+    messages = [n for n in graph.nodes if n in halves or (n.target is again.message and _worth(n))]
     order = order_of(graph) if messages else None
     if order is None or not order.movable:
+        join(halves)
         return False
-    _Schedule(graph, order, messages).run()
+    _Schedule(graph, order, messages, halves).run()
     return True
 
 
@@ -54,8 +57,9 @@ class _Schedule:
     """The nodes in another order: messages as soon as they can; waits, copies of what they fill, empty memory and names where
     they are needed; others as before."""
 
-    def __init__(self, graph: fx.Graph, order: Order, messages: list[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, order: Order, messages: list[fx.Node], halves: dict[fx.Node, fx.Node]) -> None:
         self.graph, self.order = graph, order
+        self.halves, self.seconds, self.beside = halves, frozenset(halves.values()), Beside(order, halves)
         self.made: dict[fx.Node, None] = {}  # the nodes in their new order, with the waits
         self.worth = frozenset(messages)
         self.at_once: set[fx.Node] = set()  # messages with nothing to do beside them
@@ -82,14 +86,21 @@ class _Schedule:
             elif node not in self.made and not self._can_wait(node):
                 self._emit(node)
             self._start_ready()
-        for message in self.worth - self.at_once:
+        for message in self.worth - self.at_once - {*self.halves}:
             message.kwargs = {**message.kwargs, "later": True}
+        whole = {first: call for first, call in self.halves.items() if first in self.at_once}
+        for first in whole:
+            del self.made[first]
+        join(whole)
         without({}, [n for n in self.graph.nodes if n not in self.made])  # names and room that nobody needs
         in_order(self.graph, self.made)
 
     def _can_wait(self, node: fx.Node) -> bool:
         """Whether a node is emitted when another one needs it."""
         if only_names(node) or only_room(node):
+            return True
+        if node in self.seconds or (self.halves and self.beside.holds(node, self.under_way, self.made)):
+            self.late[node] = None
             return True
         if only_moves(node) and any(self._comes(n) for n in self._made_of(node)):
             self.late[node] = None
@@ -147,6 +158,8 @@ class _Schedule:
         for n in self.order.needs[node] if self.under_way else ():
             if n in self.under_way and not only_names(node):
                 self._wait(n)
+        if node in self.made:  # the second half of what it had to wait for
+            return
         self.made[node] = None
         if node in self.worth:
             self.under_way[node] = self.work
@@ -161,6 +174,10 @@ class _Schedule:
         self.room.held -= self.room.live.freed(message)
         if begun == self.work and next(reversed(self.made)) is message:  # nothing to do in between
             self.at_once.add(message)
+        if message in self.halves:
+            self._emit(self.halves[message])
+            return
+        if message in self.at_once:
             return
         wait = called(self.graph, again.wait, (message, *message.args[:2]))
         wait.meta.update({k: v for k, v in message.meta.items() if k not in ("tensor", "spec")})

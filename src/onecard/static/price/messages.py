@@ -16,6 +16,7 @@ from onecard.comm.world import world
 from onecard.machine.cost import Machine, sent
 from onecard.static.price import families, on_rows
 from onecard.static.price.live import size_of
+from onecard.static.step.row_calls import START, first_half
 from onecard.static.step.step import RecordedStep
 
 OWN = "your own "
@@ -44,12 +45,19 @@ def own_call(node: fx.Node) -> str:
 
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a message that was started before."""
-    return node.op == "call_function" and node.target in (again.wait, staged.wait)
+    return node.op == "call_function" and (node.target in (again.wait, staged.wait) or waits_for(node) is not None)
+
+
+def waits_for(node: fx.Node) -> fx.Node | None:
+    """The message that a node waits for; None: it waits for none."""
+    if node.target in (again.wait, staged.wait):
+        return node.args[0]  # type: ignore[return-value]
+    return first_half(node)
 
 
 def is_started(node: fx.Node) -> bool:
     """Whether a rank goes on while a message is under way, until something here waits for it."""
-    return bool(node.kwargs.get("later")) or node.target is staged.post
+    return bool(node.kwargs.get("later")) or node.target in (staged.post, START)
 
 
 def is_left(node: fx.Node) -> bool:

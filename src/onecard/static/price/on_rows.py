@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from inspect import unwrap
-from typing import Any
 
 import torch
 from torch import fx
@@ -15,20 +13,14 @@ from onecard.rules.call import Call, schema_of
 from onecard.rules.estimate import work_of_call
 from onecard.rules.registry import find
 from onecard.rules.work import Work
+from onecard.static.step.row_calls import START, call_on_rows, first_half, is_on_rows
 from onecard.tensor.rows import one_call
 from onecard.tensor.rows.one_call import RowsCall
 
-RUN: Any = unwrap(one_call.run)
-
-
-def is_on_rows(node: fx.Node) -> bool:
-    """Whether a node is a call on rows."""
-    return node.target is RUN
-
 
 def steps_of(node: fx.Node) -> tuple[Step, ...]:
-    """What such a call sent."""
-    return _call(node).sent if node.target is RUN else ()
+    """What such a call sent; of one in two halves, the first."""
+    return call_on_rows(node).sent if is_on_rows(node) and first_half(node) is None else ()
 
 
 def axis_of(step: Step) -> str:
@@ -38,7 +30,9 @@ def axis_of(step: Step) -> str:
 
 def work_on_rows(node: fx.Node) -> Work:
     """What it computed, and the bytes of its tensors."""
-    call = _call(node)
+    call = call_on_rows(node)
+    if node.target is START:
+        return Work(0, 0)
     if call.operator is not None and schema_of(call.operator).views:
         return Work(0, 0)
     return Work(int(_macs(call) * call.share), call.accessed)
@@ -46,12 +40,8 @@ def work_on_rows(node: fx.Node) -> Work:
 
 def dtype_of(node: fx.Node) -> str:
     """The dtype of its first tensor."""
-    facts = next((f for f in _call(node).whole if f is not None), None)
+    facts = next((f for f in call_on_rows(node).whole if f is not None), None)
     return "" if facts is None else str(facts[2]).removeprefix("torch.")
-
-
-def _call(node: fx.Node) -> RowsCall:
-    return node.args[0]  # type: ignore[return-value]
 
 
 def _macs(call: RowsCall) -> float:

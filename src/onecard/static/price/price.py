@@ -27,12 +27,12 @@ from onecard.static.price.messages import (
     is_left,
     is_message,
     is_started,
-    is_wait,
     kind_of,
     own_call,
     seconds_of,
     sent_along,
     sent_by,
+    waits_for,
 )
 from onecard.static.price.on_rows import is_on_rows, work_on_rows
 from onecard.static.price.works import once
@@ -224,8 +224,11 @@ class _Clock:
 
     def run(self, node: fx.Node, seconds: float) -> tuple[float, float]:
         """Start and seconds of a node; of one that waits, how long it waits."""
-        if is_wait(node):
-            return self._wait(node.args[0])  # type: ignore[arg-type]
+        message = waits_for(node)
+        if message is not None:
+            start, waited = self._wait(message)
+            self.now += seconds  # what a call on rows does with what has come
+            return start, waited + seconds
         if is_message(node) and seconds:
             return self._send(node, seconds)
         start = self.now

@@ -15,6 +15,7 @@ from onecard.comm.issue import again
 from onecard.static.price import on_rows
 from onecard.static.price.messages import axis_of, is_message, own_call, sent_by
 from onecard.static.price.price import called
+from onecard.static.step import row_calls
 from onecard.static.step.step import RecordedStep
 
 PHASES = ("forward", "backward", "optimizer")
@@ -87,9 +88,11 @@ def _line(node: fx.Node) -> str:
         what = f"  >>>  {called(node)}({_value(given)}{f' -> {_value(into)}' if into is not given else ''}; "
         what += f"{', '.join(map(str, rest))}) along {str(line)!r}, {nbytes(given):,} bytes"
     else:
-        shown = args[1] if on_rows.is_on_rows(node) else args
+        shown = args[1] if row_calls.is_on_rows(node) else args
         given = ", ".join([*map(_value, shown), *(f"{k}={_value(v)}" for k, v in node.kwargs.items())])
         what = f"    {node.name} = {called(node)}({given})"
+        if (first := row_calls.first_half(node)) is not None:
+            what += f", which {first.name} has sent"
     if facts:
         what += f"  {kind(facts)}"
     if spec is not None:

@@ -14,6 +14,7 @@ from onecard.comm.issue import again
 from onecard.errors import RecordingError
 from onecard.static.step.memory import GraphMemory, effects
 from onecard.static.step.nodes import operator_of, traits
+from onecard.static.step.row_calls import START, first_half, only_moves_rows
 
 _INPUTS = frozenset(["inputs"])  # memory of the program: two inputs may share it
 
@@ -44,7 +45,7 @@ def only_room(node: fx.Node) -> bool:
 
 def sends(node: fx.Node) -> bool:
     """Whether a node may send: messages, and functions of ours that do more than give a result."""
-    return node.op == "call_function" and operator_of(node) is None and effects(node)
+    return node.op == "call_function" and operator_of(node) is None and effects(node) and first_half(node) is None
 
 
 def draws(node: fx.Node) -> bool:
@@ -54,6 +55,7 @@ def draws(node: fx.Node) -> bool:
         and node.target is not again.message
         and node.target is not again.wait
         and effects(node)
+        and not only_moves_rows(node)
     )
 
 
@@ -143,14 +145,14 @@ def check_started(graph: fx.Graph) -> None:
     Raises:
         RecordingError: a pass has moved a node where it must not be. Names it.
     """
-    if not any(n.target is again.wait or n.kwargs.get("later") for n in graph.nodes):
+    if not any(n.target is again.wait or n.target is START or n.kwargs.get("later") for n in graph.nodes):
         return
     memory = GraphMemory(graph, apart=True)
     filled: dict[fx.Node, frozenset[fx.Node]] = {}
     sent: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is again.wait:
-            start: Any = node.args[0]
+        start: Any = node.args[0] if node.target is again.wait else first_half(node)
+        if start is not None:
             if start not in filled:
                 raise RecordingError(
                     f"{node.name} waits for a message that is not under way: a pass has lost its start"
@@ -168,6 +170,9 @@ def check_started(graph: fx.Graph) -> None:
         if node.target is again.message and node.kwargs.get("later"):
             into, given = node.args[0], node.args[1]
             filled[node], sent[node] = memory.roots[into], memory.roots[given]
+        elif node.target is START:  # what it fills has no name yet
+            filled[node] = frozenset()
+            sent[node] = frozenset[fx.Node]().union(*(memory.roots[n] for n in node.all_input_nodes))
     if filled:
         raise RecordingError(f"nobody waits for {next(iter(filled)).name}: a pass has lost its wait")
 
@@ -187,8 +192,8 @@ def check_drawn(before: fx.Graph, after: fx.Graph) -> None:
 
 
 def _drawn(graph: fx.Graph) -> list[Any]:
-    """The operators that draw, in their order; each is asked once."""
-    calls = [n for n in graph.nodes if n.op == "call_function"]
+    """The operators that draw, in their order; each is asked once, but for calls on rows, of which each is another one."""
+    calls = [n for n in graph.nodes if n.op == "call_function" and not only_moves_rows(n)]
     drawing = {target for target, node in {id(n.target): n for n in calls}.items() if draws(node)}
     return [n.target for n in calls if id(n.target) in drawing]
 

@@ -17,7 +17,7 @@ from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.entries import whole
 from onecard.tensor.dispatch.intercept import onward
 from onecard.tensor.dist_tensor import DistTensor, wrap
-from onecard.tensor.rows.one_call import in_one
+from onecard.tensor.rows.one_call import in_halves, in_one
 from onecard.tensor.rows.owners import ChosenRows, Owners, of_dim
 from onecard.tensor.rows.rows import Rows, as_rows, made, nothing, spread, unknown, without
 from onecard.tensor.spec import Spec, contiguous_stride
@@ -197,7 +197,7 @@ def _also(choice: ChosenRows, extra: dict[int, Tensor]) -> tuple[Owners, Tensor]
     return owners, choice.into[given.local(owners.mine)]
 
 
-@in_one
+@in_halves
 def _added(grad: Any, choice: ChosenRows, spec: Spec, rows: bool) -> Tensor:
     source, owners, into = choice.source, choice.owners, choice.into
     extra = {}

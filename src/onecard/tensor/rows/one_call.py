@@ -7,6 +7,7 @@ what it has then. So sizes are never constants: they are asked for anew, where t
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from onecard.random.key import Key
 from onecard.recorded import one_node
 from onecard.rules.call import schema_of
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.rows.halves import Half
 from onecard.tensor.spec import Spec
 
 
@@ -38,6 +40,8 @@ class RowsCall:
     Attributes:
         function: what is called; ``arguments``: with ``Taken`` for each tensor; ``operator``: of torch's, if it is one.
         results: likewise, known once it has run: how tensors lie follows from axes and shapes, never from the numbers.
+        messages, each: how many there were as it first ran, and the bytes of its largest operand for each rank that they join;
+            both are the same on all ranks.
         sent, whole, share, accessed: for who prices it, as it first ran: the steps that sent; facts of the operands as on one
             card; this rank's share of the rows; bytes that it read and made here.
     """
@@ -46,6 +50,7 @@ class RowsCall:
         self.function, self.arguments, self.results = function, arguments, None
         self.operator: OpOverload | None = next((a for a in arguments if isinstance(a, OpOverload)), None)
         self.sent: tuple[Step, ...] = ()
+        self.messages, self.each = 0, 0
         self.whole: tuple[Any, ...] = ()
         self.share, self.accessed = 1.0, 0
 
@@ -80,21 +85,40 @@ class RowsCall:
             self.results = _apart(self.function(*together(self.arguments, given)), made)
         finally:
             record.observers.here.remove(told)
-        self.sent = tuple(step for step in steps if step.bytes)
+        self.messages, self.sent = len(steps), tuple(step for step in steps if step.bytes)
+        largest = max((math.prod(f[0]) * f[2].itemsize for f in map(_whole, given) if f is not None), default=0)
+        self.each = largest // max((step.target.mesh.shape[step.axis] for step in steps), default=1)
         self.whole = tuple(_whole(x) for x in given)
         self.accessed = sum(x.nbytes for x in map(held_of, [*given, *made]) if x is not None)
         lengths = [(x._held.shape[x._along], x.shape[x._along]) for x in (*given, *made) if _is_rows(x)]
         self.share = lengths[0][0] / max(1, lengths[0][1]) if lengths else 1.0
         return made
 
+    @property
+    def halves(self) -> bool:
+        """Whether it may be made in two halves (see ``halves``): its message, and all else."""
+        return self.messages == 1 and self.function in _in_halves
+
 
 @one_node(in_files=False)
-def run(call: RowsCall, given: list[Any]) -> list[Any]:
-    """Make the call; its tensors.
+def start(call: RowsCall, given: list[Any]) -> Half:
+    """Send what the call sends, and leave it under way."""
+    made = Half()
+    made.start(lambda: _made(call, given))
+    return made
+
+
+@one_node(in_files=False)
+def run(call: RowsCall, given: list[Any], started: Half | None = None) -> list[Any]:
+    """Make the call; its tensors. ``started``: its first half.
 
     Raises:
         RecordingError: they lie otherwise than when the call was recorded.
     """
+    return _made(call, given) if started is None else started.finish(lambda: _made(call, given))
+
+
+def _made(call: RowsCall, given: list[Any]) -> list[Any]:
     if call.results is NotImplemented and call.writes:
         return []  # that nobody else sees the rows it would write to is known only while the program runs
     if call.results is None:
@@ -104,6 +128,15 @@ def run(call: RowsCall, given: list[Any]) -> list[Any]:
     if call.results != results:
         raise RecordingError(f"{call!r} gives {results} in a replay, and gave {call.results} as it was recorded")
     return made
+
+
+_in_halves: set[Callable[..., Any]] = set()
+
+
+def in_halves(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``in_one`` of what moves rows once, and until then does only what may be done twice."""
+    _in_halves.add(function)
+    return in_one(function)
 
 
 def in_one(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ from onecard.rules.rule import Bound
 from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.intercept import KEYS
 from onecard.tensor.dist_tensor import DistTensor, _has_no_memory, _make, wrap
-from onecard.tensor.rows.one_call import in_one
+from onecard.tensor.rows.one_call import in_halves, in_one
 from onecard.tensor.rows.owners import Owners, can_move, of_dim
 from onecard.tensor.rows.ways import MessageWords, move
 from onecard.tensor.spec import Spec
@@ -225,7 +225,7 @@ def _settle(x: Rows, at_home: bool) -> None:
     x._memory = None
 
 
-@in_one
+@in_halves
 def _settled(x: Rows, at_home: bool) -> tuple[Tensor, Layout]:
     """This rank's part of what rows become, and its layout."""
     spec, owners, dim = x._spec, x._owners, x._along

@@ -6,6 +6,7 @@ way round. All of these go one way, or its reverse.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,11 @@ from onecard.comm.base import record
 from onecard.comm.base.state import machine
 from onecard.comm.issue import collectives
 from onecard.comm.issue.groups import Group, group
+from onecard.comm.issue.handle import Handle
 from onecard.moves.resharding import Step
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
+from onecard.tensor.rows.halves import at_once, half
 from onecard.tensor.rows.owners import Owners
 
 
@@ -70,8 +73,9 @@ def move(values: Tensor, dim: int, source: Owners, target: Owners, told: Message
     way = source.ways.get(target) or _known(source, target) or _found(source, target)
     if way.kept is not None and len(way.kept) < values.shape[dim]:
         values = values.movedim(dim, 0).index_select(0, way.kept).movedim(0, dim)  # rows stay rows in memory
-    for leg in way.legs:
-        values = _exchange(values, dim, leg, source.mesh, told)
+    with nullcontext() if len(way.legs) == 1 else at_once():
+        for leg in way.legs:
+            values = _exchange(values, dim, leg, source.mesh, told)
     return values
 
 
@@ -138,10 +142,14 @@ def _exchange(values: Tensor, dim: int, leg: Leg, mesh: ProcessMesh, told: Messa
     given = values.movedim(dim, 0) if dim else values
     row = given.shape[1:]
     width = row.numel()
-    _tell(told, leg.axis, dim, (len(given) - leg.leave[line.index]) * width * values.element_size(), mesh)
-    given = given.contiguous() if leg.order is None else given.index_select(0, leg.order)
-    sent, came = ([n * width for n in _by_rank(counts, line)] for counts in (leg.leave, leg.arrive))
-    flat = collectives.exchanged(given.view(-1), came, sent, line, leg.anything and bool(width)).wait()
+
+    def send(later: bool) -> Handle:
+        _tell(told, leg.axis, dim, (len(given) - leg.leave[line.index]) * width * values.element_size(), mesh)
+        rows = given.contiguous() if leg.order is None else given.index_select(0, leg.order)
+        sent, came = ([n * width for n in _by_rank(counts, line)] for counts in (leg.leave, leg.arrive))
+        return collectives.exchanged(rows.view(-1), came, sent, line, leg.anything and bool(width), later)
+
+    flat = send(False).wait() if half.here is None else half.here.exchanged(send)
     made = flat.view(sum(leg.arrive), *row)
     if leg.back is not None:  # what came lies by sender; rows lie by number
         made = torch.empty_like(made).index_copy_(0, leg.back, made)
