@@ -18,6 +18,8 @@ from onecard.static.passes import overlap
 from onecard.static.step.row_calls import first_half
 from onecard.testing import run_ranks
 
+S = oc.Shard(0)
+LAYOUTS["two axes"] = ((2, 2), ["a", "b"], [S, S], [S, S], [S, S])
 BATCHES = ("any", "any", "any", "any", "home", "any", "away", "one", "any")  # the first two record and compare
 
 
@@ -73,12 +75,13 @@ PROGRAMS = {each.__name__: each for each in (behind, ahead, dropped, written)}
 
 
 def batch(kind: str, seed: int, router: Tensor, ranks: int) -> Tensor:
-    """Tokens that go anywhere; to their own rank's experts; to another rank's; all to one expert's."""
+    """Tokens that go anywhere; to their own rank's experts; to the next rank's, or its neighbour's; all to one expert's."""
     x = values(seed)[0]
     each, part = len(router) // ranks, len(x) // ranks
     if kind == "any":
         return x
     rank = torch.arange(len(x)) // part + (kind == "away")
+    rank = rank ^ 1 if kind == "beside" else rank
     expert = torch.zeros(len(x), dtype=torch.long) if kind == "one" else rank % ranks * each
     others = [expert, *([expert + 1] if kind != "one" else [])]
     pull = torch.linalg.pinv(router).T  # row e: what makes expert e's score 1, and the others' 0
@@ -156,6 +159,13 @@ def test_numbers_are_one_cards(program: str, layer: str, name: str) -> None:
     for found, apart, _ in run_ranks(replays, math.prod(LAYOUTS[name][0]), program, layer, name, 1):
         assert len(found) == len(BATCHES) and max(found) <= 1e-5, found
         assert apart
+
+
+def test_rows_that_go_along_two_axes_later() -> None:
+    """As the step was recorded they went along one: a first half that sends twice sends both."""
+    batches = ("beside", "beside", "any", "any", "home", "any", "beside", "away", "any")
+    for found, apart, _ in run_ranks(replays, 4, "behind", "grouped", "two axes", 1, batches):
+        assert apart and len(found) == len(batches) and max(found) <= 1e-5, found
 
 
 def test_small_messages_are_sent_at_once_and_cost_more() -> None:
