@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -118,6 +119,10 @@ def trained(text: str, k: int | None) -> tuple[Tensor, list[str]]:
     return losses, [str(w.message) for w in said]
 
 
+options: dict[str, Any] = {}
+"""What a step is recorded with, beside or in place of microbatches: see ``micro_ranks``."""
+
+
 def trains(loss: Loss, k: int | None, late: Callable[..., None] | None = None) -> tuple[Tensor, nn.Module]:
     """(CALLS,) losses of a net, and the net. ``k``: microbatches; None: as it is; ``late`` runs behind ``backward()``."""
     torch.manual_seed(0)
@@ -133,12 +138,12 @@ def trains(loss: Loss, k: int | None, late: Callable[..., None] | None = None) -
         optimizer.step()
         return found.detach()
 
-    run = step if k is None else oc.to_static(step, k_steps=k)
+    run = step if k is None else oc.to_static(step, **(options or {"k_steps": k}))  # type: ignore[call-overload]
     made = torch.Generator().manual_seed(1)
     batches = [
         (torch.randn(ROWS, 8, generator=made), torch.randint(0, CLASSES, (ROWS,), generator=made)) for _ in range(CALLS)
     ]
-    return torch.stack([run(x, y) for x, y in batches]), net
+    return torch.stack([oc.unshard(run(x, y)) for x, y in batches]), net
 
 
 def judged(seed: int, k: int) -> str:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
+import onecard as oc
 from fuzz.counts import CLASSES, ROWS, alike, hot, trains
 from fuzz.statements import IN_PLACE, OPERATORS, VIEWS
 from onecard.errors import RecordingError
@@ -195,7 +196,7 @@ def trained(text: str, k: int | None) -> Tensor:
     source = f"def loss_of(o, x, y):\n    {body}\n    return loss\n\n\ndef late(gs, ps, x, y):\n    {late or 'pass'}"
     exec(compile(source, "step", "exec"), names := dict(NAMES))
     losses, net = trains(names["loss_of"], k, names["late"])
-    return torch.cat([losses, *[p.detach().flatten() for p in net.parameters()]])
+    return torch.cat([losses, *[oc.unshard(p.detach()).flatten() for p in net.parameters()]])
 
 
 def _needless(text: str, k: int, one: Tensor) -> bool:

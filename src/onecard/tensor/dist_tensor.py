@@ -111,15 +111,16 @@ class DistTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same values outside autograd; assigning replaces the value and the layout in place."""
+        """The same values outside autograd; assigning replaces value and layout in place."""
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
         spec = self._spec
-        if not (isinstance(value, DistTensor) or any(spec.layout.dims) or spec.layout.pending) and spec.here:
-            local = value.detach()  # each rank has it whole, as a plain tensor
-            value = wrap(local, Spec.make(spec.layout, local.shape, local.stride(), local.dtype, local.device))
+        cut, plain = any(spec.layout.dims), not isinstance(value, DistTensor) and value.shape == self.shape
+        if plain and spec.here and not spec.layout.pending and (as_one_card.here or not cut):
+            made, whole = Spec.like(spec.layout, value, value.device), value.detach()  # each rank has it whole
+            value = wrap(strides.place(made)(spec.layout.local_part(whole).clone()) if cut else whole, made)
         if not isinstance(value, DistTensor) or value.shape != self.shape or value.dtype != self.dtype:
             raise DispatchError(
                 f"cannot assign {describe(value)} to the data of {spec!r}: "

@@ -207,6 +207,9 @@ class Chain:
         if self.lengths.isdisjoint(given):
             return False
         self.lengths.add(node)
+        if node.target is again.message:  # ranks' shares of a sum, added up where they are
+            into, sent, kind, rest, *_ = node.args
+            return not (kind == "all_reduce" and into is sent and rest[0] in ("sum", "avg"))  # type: ignore[index]
         known = traits(node)
         return not (name in ("mul", "div", "sum", "neg") or known.views or known.may_view or known.copies)
 

@@ -14,6 +14,7 @@ from onecard.comm.issue import again
 from onecard.static.passes.count_chain import NLL
 from onecard.static.passes.once import Once, cut
 from onecard.static.step.memory import effects
+from onecard.static.step.order import draws
 from onecard.tensor.dist_tensor import DistTensor
 
 aten = torch.ops.aten
@@ -97,7 +98,7 @@ class CountFinder:
         """Whether no parameter is in a node's value, as another one reads it, and it is not drawn."""
         needed = self._needed(node, at)
         learns = any(n.op == "placeholder" and n.meta["input"].kind == "parameter" for n in needed)
-        return not learns and not any(n.op == "call_function" and effects(n) for n in needed)
+        return not learns and not any(map(draws, needed))  # messages of ranks' shares are part of a count
 
     def _needed(self, node: fx.Node, at: fx.Node) -> list[fx.Node]:
         """What a node depends on, as another one reads it, through memory too, in order."""

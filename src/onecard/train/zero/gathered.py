@@ -55,8 +55,11 @@ class GatheredParameter:
                 "(model.to(...), then group_sharded_parallel, shard_optimizer or parallelize)"
             )
         if self.x._spec.layout is not self.cut_spec.layout and self.x._local is not self.whole:
-            with torch.no_grad():
-                self.part.copy_(self.x._become(self.cut_spec.layout, "data", "self", "other data were given", True))
+            with (
+                torch.no_grad()
+            ):  # in memory of its own: what was given before, and what is given now, may be the program's
+                part = self.x._become(self.cut_spec.layout, "data", "self", "other data were given", True)
+                self.part = torch.empty_like(self.part).copy_(part)
             self.x._local, self.x._spec = self.part, self.cut_spec
 
     def allocate(self) -> None:
