@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import onecard as oc
 from onecard.auto.first_batch import first_batch
 from onecard.errors import PlanError
+from onecard.tensor.dist_tensor import as_one_card
 from onecard.testing import run_ranks
 
 Habit = Callable[[nn.Linear, nn.Linear], Callable[[], float]]
@@ -150,6 +151,48 @@ def both_with_vector(plan: oc.Plan, again: bool) -> float:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_vector_of_gradients_stays_the_programs(zero: int, again: bool) -> None:
     assert max(run_ranks(both_with_vector, 2, planned(dp=2, zero=zero), again)) < 1e-5
+
+
+def other_data(plan: oc.Plan | None) -> list[float]:
+    """Averages in the parameters' place, other data after them: all of it is the program's, and stays what it is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    if plan is not None:
+        oc.parallelize(model, optimizer, plan=plan)
+    found = list[float]()
+    for step in range(3):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average = [0.9 * p.data for p in model.parameters()]
+        held = [p.data for p in model.parameters()]
+        for p, mean in zip(model.parameters(), average, strict=True):
+            p.data = mean
+        found += [float(loss.detach()), float(model(x).detach().sum())]
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.5, model.parameters())
+        found.append(float(model(x).detach().sum()))
+        as_one_card.here = True  # a program for one card knows of no mesh, and has the same on all ranks
+        for p in model.parameters():
+            p.data = torch.full(p.shape, 0.1)
+        as_one_card.here = False
+        found.append(float(model(x).detach().sum()))
+        for p, old in zip(model.parameters(), held, strict=True):
+            p.data = old
+        found += [float(sum(t.double().abs().sum() for t in kept)) for kept in (average, held)]
+    return found
+
+
+def both_with_other_data(plan: oc.Plan) -> float:
+    found, wanted = other_data(plan), other_data(None)
+    return max(abs(a - b) / max(abs(b), 1e-2) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_other_data_in_a_parameters_place(zero: int) -> None:
+    assert max(run_ranks(both_with_other_data, 2, planned(dp=2, zero=zero))) < 1e-5
 
 
 class Interrupted(torch.optim.SGD):

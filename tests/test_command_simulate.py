@@ -9,7 +9,7 @@ import os
 import pty
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from launching import python
@@ -117,6 +117,23 @@ def test_a_measured_gpu_keeps_what_its_kernels_reach(tmp_path):
         with pytest.raises(oc.errors.PlanError, match=r"gpu\.json") as caught:
             load_machine(path)
         assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        oc.Machine.preset("H100"),
+        oc.Machine.preset("H100", peak=True),
+        replace(oc.Machine.preset("A100"), name="H100"),
+        replace(oc.Machine.preset("H100"), flops=1e12),
+    ],
+)
+def test_a_machine_under_a_presets_name_stays_itself(tmp_path, machine):
+    save_machine(machine, tmp_path / "machine.json")
+    read = load_machine(tmp_path / "machine.json")
+    assert {f.name: getattr(read, f.name) for f in fields(machine)} == {
+        f.name: getattr(machine, f.name) for f in fields(machine)
+    }
 
 
 @pytest.mark.parametrize(

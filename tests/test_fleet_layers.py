@@ -306,6 +306,18 @@ def test_first_values_that_are_assigned_or_drawn_in_parts() -> None:
         assert torch.equal(made, seeded(mp.ColumnParallelLinear, 4, 3, weight_attr=theirs).weight)
 
 
+def labels_that_are_no_class() -> str:
+    begin(mp=2)
+    with pytest.raises(fleet.FleetError) as caught:
+        mp.ParallelCrossEntropy(num_classes=6)(torch.ones(2, 6).chunk(2, -1)[oc.get_rank()], torch.tensor([1, 6]))
+    return str(caught.value)
+
+
+def test_labels_that_are_no_class_are_told_on_all_ranks() -> None:
+    for said in run_ranks(labels_that_are_no_class, 2):
+        assert "labels from 1 to 6; its 6 classes" in said
+
+
 def drawn_in_parts() -> torch.Tensor:
     begin(mp=2)
     with fleet.draw_parts():
@@ -328,6 +340,10 @@ def test_parts_are_drawn_as_one_card_draws_them() -> None:
         (lambda: mp.ColumnParallelLinear(4, 3)(torch.ones(2, 5)), r"must be in_features, 4"),
         (lambda: mp.QKVParallelLinear(8, 2, 4, 3), "4 query heads do not share 3 key heads"),
         (lambda: mp.ParallelCrossEntropy()(torch.ones(2, 3), torch.ones(3).long()), r"labels \[3\] do not fit"),
+        (
+            lambda: mp.ParallelCrossEntropy(num_classes=6)(torch.ones(4, 6), torch.tensor([1, -1, -100, 7])),
+            r"labels from -1 to 7; its 6 classes are 0 to 5, and what is left out is ignore_index=-100",
+        ),
         (lambda: mp.ParallelCrossEntropy(reduction="avg"), "want 'none', 'mean' or 'sum'"),
         (lambda: sequence.RowSequenceParallelLinear(4, 4, input_is_parallel=False), "input_is_parallel=True"),
         (lambda: ParallelTransformerLayer(6, 4), "heads divide hidden"),

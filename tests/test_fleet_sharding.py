@@ -189,3 +189,42 @@ def summed_twice() -> None:
 def test_a_planted_sum_is_seen() -> None:
     with pytest.raises(Exception, match="AssertionError"):
         run_ranks(summed_twice, 2)
+
+
+class Branches(nn.Module):
+    """A rank takes one of three layers of several sizes, by its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ways, self.head = nn.ModuleList(nn.Linear(6, n) for n in (6, 6, 4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.ways[int(x[0, 0])](x)[:, :4])
+
+
+def branched(clips: bool) -> float:
+    """How far parameters are from the plain program's after steps in which ranks take other branches."""
+    data = begin(dp=1, sharding=2).data()
+    alone, net = Branches(), Branches()
+    model = fleet.distributed_model(net)
+    limit = fleet.ClipGradByGlobalNorm(1e9) if clips else None
+    ours = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), grad_clip=limit)
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for step, taken in enumerate([(0, 1), (2, 0), (1, 1), (0, 2)]):
+        draw = torch.Generator().manual_seed(step)
+        halves = [torch.randn(4, 6, generator=draw) for _ in taken]
+        for half, way in zip(halves, taken, strict=True):
+            half[0, 0] = way
+        torch.stack([alone(half).square().mean() for half in halves]).mean().backward()
+        model(halves[data.index]).square().mean().backward()
+        for each in (ours, theirs):
+            each.step()
+            each.zero_grad()
+    return max((a - b).abs().max().item() for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_branches_that_some_ranks_take(clips: bool) -> None:
+    """Ranks fill their messages with the same parameters' gradients, whichever they have themselves."""
+    assert max(run_ranks(branched, 2, clips)) < 1e-6

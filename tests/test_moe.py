@@ -365,3 +365,38 @@ def shown() -> tuple[str, ...]:
 
 def test_the_balance_is_a_table() -> None:
     assert run_ranks(shown, 2) == [("0", "12", "33.3%", "2.00", "1", "4 2 0 2")] * 2
+
+
+class Normed(nn.Sequential):
+    """An expert that takes no empty batch."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+
+def all_to_one_rank(how: str) -> list[Any]:
+    """What a mixture gives whose tokens all go to the last expert; and whether its router gets gradients."""
+    begin(dp=2, ep=2)
+    width = 6 if how == "narrower" else 8
+    torch.manual_seed(0)
+    experts: Any = [Normed() if how == "normed" else nn.Linear(8, width) for _ in range(4)]
+    torch.manual_seed(1)
+    made = mp.GroupedExperts(4, 8, 16) if how == "stacked" else experts
+    gate = {"type": "topk", "top_k": 1, "linear_bias": True, "normalize": False}
+    moe = mp.MoELayer(8, made, gate, num_experts=None if how == "stacked" else 4)
+    with torch.no_grad():
+        moe.gate.gate.bias.copy_(torch.tensor([0.0, 0.0, 0.0, 100.0]))
+    model = fleet.distributed_model(moe)
+    x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(2)).chunk(2)[oc.get_rank()]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how != "narrower"):
+        y = model(x)
+    y.float().square().mean().backward()
+    grads = [p.grad is not None for p in moe.gate.parameters()]
+    return [y.dtype, list(y.shape), bool(y.isfinite().all()), all(grads)]
+
+
+@pytest.mark.parametrize("how", ["listed", "stacked", "narrower", "normed"])
+def test_all_tokens_go_to_one_rank(how: str) -> None:
+    """Whose experts have no token knows of what dtype and width the others' results are."""
+    one, other = run_ranks(all_to_one_rank, 2, how)
+    assert one == other and one[1] == [2, 3, 6 if how == "narrower" else 8] and one[2:] == [True, True]

@@ -102,3 +102,51 @@ def test_mean_over_the_tokens_of_a_step():
 def test_words():
     with pytest.raises(FleetError, match=r"valid \[2\] says of each loss whether it counts, and losses are \[3\]"):
         oc.token_mean(torch.ones(3), torch.ones(2))
+
+
+def in_a_pipeline(by_rank: bool) -> float | str:
+    """How far a pipeline beside dp is from one card after two steps; or what is said of ``token_mean`` with ``loss_weight``."""
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 2}
+    strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 2}
+    fleet.init(strategy=strategy)
+    mine = fleet.get_hybrid_communicate_group().data().index
+
+    def summed(out: Tensor, labels: Any) -> Tensor:
+        y, tokens = labels
+        return cross_entropy(out, y, reduction="sum", ignore_index=IGNORED) * 2 / tokens[0]
+
+    def averaged(out: Tensor, labels: Any) -> Tensor:
+        losses = cross_entropy(out, labels[0].clamp_min(0), reduction="none")
+        return fleet.token_mean(losses, labels[0] != IGNORED)
+
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 5)
+    torch.manual_seed(0)
+    more = {"loss_fn": averaged, "loss_weight": lambda labels: (labels[0] != IGNORED).sum()}
+    model = fleet.distributed_model(
+        fleet.PipelineLayer([nn.Linear(6, 5)], **(more if by_rank else {"loss_fn": summed}))
+    )
+    ours = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(2):
+        draw = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 6, generator=draw), torch.randint(5, (8,), generator=draw)
+        y[1], y[4:7] = IGNORED, IGNORED
+        tokens = (y != IGNORED).sum().expand(4).contiguous()
+        try:
+            model.train_batch([x.chunk(2)[mine], (y.chunk(2)[mine], tokens)], ours)
+        except FleetError as fault:
+            return str(fault)
+        cross_entropy(plain(x), y, ignore_index=IGNORED).backward()
+        theirs.step()
+        theirs.zero_grad()
+    return max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_mean_over_ranks_in_a_pipeline_is_told_and_what_works_works() -> None:
+    for said in run_ranks(in_a_pipeline, 2, True):
+        assert (
+            "token_mean in the loss of a pipeline" in said and "(losses * valid).sum() * dp_degree / tokens[0]" in said
+        )
+    assert max(run_ranks(in_a_pipeline, 2, False)) < 1e-6

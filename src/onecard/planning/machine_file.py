@@ -25,10 +25,11 @@ _MAY_BE_NONE = ("latency", "launch")  # seconds; all else is a rate, a share or 
 def save_machine(machine: Machine, path: str | Path) -> None:
     """Write a machine to a JSON file, which ``load_machine`` and ``--machine`` of the commands read."""
     data: dict[str, Any] = {"onecard": "Machine", "version": VERSION}
-    if machine.name in PRESETS:
+    like = machine.name in PRESETS and Machine.preset(machine.name).kernels == machine.kernels
+    if like:
         data["like"] = machine.name
     data |= {field.name: getattr(machine, field.name) for field in fields(machine) if field.name != "kernels"}
-    if machine.kernels is not None and machine.name not in PRESETS:  # a measured GPU's; else "like" brings them
+    if machine.kernels is not None and not like:  # a measured GPU's; else "like" brings them
         data["kernels"] = asdict(machine.kernels)
     data["links"] = {
         axis: {"latency": link.latency, "bandwidth": link.bandwidth} for axis, link in machine.links.items()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from onecard.comm.base.state import faked
 from onecard.comm.issue.ranks import Ranks, as_ranks, of_ranks
@@ -71,7 +72,25 @@ class ExpertList(nn.Module):
         """Rows in the order of experts, ``counts`` of each. An expert without rows does not run, as on one card."""
         parts = zip(self, rows.split(list(counts)), strict=True)
         made = [expert(part) for expert, part in parts if part.shape[0]]
-        return torch.cat(made) if made else rows
+        return torch.cat(made) if made else self._of_nothing(rows)
+
+    def _of_nothing(self, rows: Tensor) -> Tensor:
+        """No rows, of the width and the dtype that experts give: other ranks exchange theirs with this one.
+
+        No expert takes part in backward for it, and none notes statistics.
+        """
+        for expert in self:
+            buffers = {name: buffer.clone() for name, buffer in expert.named_buffers()}
+            with torch.no_grad():
+                try:
+                    like = functional_call(expert, buffers, (rows,))
+                except (
+                    RuntimeError,
+                    ValueError,
+                ):  # it takes no empty tensor: then it gives what is as wide as its rows
+                    break
+            return like + (rows.sum() * 0).to(like.dtype)
+        return rows
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -185,6 +204,9 @@ def grouped(rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         torch.Size([3, 5])
     """
     if _kernel(rows, weights):
+        if not rows.numel():  # the kernel's dtype, whatever autocast would make of a product
+            with torch.autocast(rows.device.type, enabled=False):
+                return rows @ weights[0]
         ends = torch.tensor([*accumulate(counts)], dtype=torch.int32, device=rows.device)
         return F.grouped_mm(rows, weights, offs=ends)
     return torch.cat([part @ weight for part, weight in zip(rows.split(list(counts)), weights, strict=True)])
@@ -192,7 +214,7 @@ def grouped(rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
 
 def _kernel(rows: Tensor, weights: Tensor) -> bool:
     """Whether the device's grouped product takes them: rows of multiples of 16 bytes, and in bfloat16 on a GPU."""
-    if not rows.numel() or rows.dtype != weights.dtype or not hasattr(F, "grouped_mm"):
+    if rows.dtype != weights.dtype or not hasattr(F, "grouped_mm"):
         return False
     if rows.is_cuda:
         good = rows.dtype is torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)

@@ -21,6 +21,7 @@ from onecard.fleet.gradients.scaling import GradScaler
 from onecard.fleet.grid.strategy import DistributedStrategy
 from onecard.fleet.layers.pipeline_layer import PipelineLayer
 from onecard.fleet.layers.tied_layers import LayersElsewhere
+from onecard.fleet.layers.tokens import weighed
 from onecard.fleet.zero.local_parameter import has_users_hooks
 from onecard.pipeline import Action, Meter, Runner, Schedule, Timeline
 from onecard.pipeline.run import no_graph
@@ -114,7 +115,9 @@ class PipelineParallel(DistributedModel):
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._runner.device))
         self._begin()
         self._elsewhere.begin()
-        loss = self._runner.step(self._plan(len(sizes)), inputs, labels, sizes, self._weights(labels, sizes), scale)
+        weights = self._weights(labels, sizes)
+        with _weighed(weights):
+            loss = self._runner.step(self._plan(len(sizes)), inputs, labels, sizes, weights, scale)
         self._elsewhere.check(self._layers[0].stages)
         self._compare()
         no_graph.last.here = "forward_backward_pipeline"
@@ -133,7 +136,8 @@ class PipelineParallel(DistributedModel):
                 return self.forward(inputs)
             sizes = self._any_sizes(batch_size(inputs))
             weights = self._weights(labels, sizes)
-            return self._runner.evaluate(self._plan(len(sizes)), inputs, labels, sizes, weights)
+            with _weighed(weights):
+                return self._runner.evaluate(self._plan(len(sizes)), inputs, labels, sizes, weights)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the last layer returns for a batch, on every rank, without gradients: ``train_batch`` has those."""
@@ -212,6 +216,15 @@ class PipelineParallel(DistributedModel):
         if module.num_stages - 1 not in module.stages or module.loss_weight is None:
             return None
         return loss_weights(module.loss_weight, split(labels, sizes, "the labels"))
+
+
+@contextmanager
+def _weighed(weights: Sequence[float] | None) -> Iterator[None]:
+    before, weighed.here = weighed.here, weights is not None and len(weights) > 1
+    try:
+        yield
+    finally:
+        weighed.here = before
 
 
 def _stage(module: PipelineLayer, stage: int, value: Any) -> Any:

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard.comm.base.state import Kept
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.tensor import DistTensor
+
+weighed: Kept[bool] = Kept(bool)
+"""Whether a pipeline weighs its microbatches' losses by this rank's labels."""
 
 
 def token_mean(
@@ -62,6 +66,13 @@ def token_mean(
         from onecard.fleet.grid.topology import get_hybrid_communicate_group
 
         group = get_hybrid_communicate_group().data()
+    if group.size > 1 and step is None and weighed.here:
+        raise FleetError(
+            "token_mean in the loss of a pipeline is a microbatch's mean over all ranks, and loss_weight weighs it by this "
+            "rank's labels: that is no mean over the batch. Divide the sum of losses by the tokens of the batch on all ranks, "
+            "which come with the labels: train_batch([x, (y, tokens)]), tokens having that number for each row, and "
+            "loss_fn returning (losses * valid).sum() * dp_degree / tokens[0], without loss_weight"
+        )
     if group.size == 1:  # as plain operators: a pipeline sees what the loss of a microbatch is divided by
         return kept.sum() / count
     return _TokenMean.apply(kept.sum(), count, group)

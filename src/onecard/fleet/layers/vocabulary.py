@@ -183,6 +183,7 @@ class _CrossEntropy(Function):
         wide = logits.float() if logits.element_size() < 4 else logits
         ignored = label == ignore
         peak, start, classes = _peak(wide, group)
+        _check_labels(label, ignored, classes, ignore)
         shifted = wide - peak[..., None]
         here = (label >= start) & (label < start + wide.shape[-1]) & ~ignored
         at = (label - start).masked_fill(~here, 0)[..., None]
@@ -211,6 +212,23 @@ class _CrossEntropy(Function):
             grad.scatter_add_(-1, at, -(1 - smoothing) * here[..., None].to(grad.dtype))
         scale = grads[0].masked_fill(ignored, 0.0)[..., None].to(grad.dtype)
         return grad.mul_(scale), None, None, None, None
+
+
+def _check_labels(label: Tensor, ignored: Tensor, classes: Any, ignore: int) -> None:
+    """Each label is a class, or ignored. A GPU tells it by its own assertion, as torch's loss does: nobody waits for it."""
+    if label.is_meta or trace.tracing() or trace.faking():
+        return
+    if label.device.type != "cpu" or recorded.recorder is not None:
+        torch.ops.aten._assert_async.msg(
+            (((label >= 0) & (label < classes)) | ignored).all(), "ParallelCrossEntropy: a label is no class"
+        )
+    elif (kept := label[~ignored]).numel():
+        low, high = (int(bound) for bound in torch.aminmax(kept))
+        if low < 0 or high >= int(classes):
+            raise FleetError(
+                f"ParallelCrossEntropy got labels from {low} to {high}; its {int(classes)} classes are 0 to {int(classes) - 1}, "
+                f"and what is left out is ignore_index={ignore}"
+            )
 
 
 def _peak(wide: Tensor, group: Ranks) -> tuple[Tensor, Any, Any]:

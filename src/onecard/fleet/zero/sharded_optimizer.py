@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,6 +25,7 @@ from onecard.fleet.zero.whole import divided
 from onecard.tensor import DistTensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec
+from onecard.train.summands import anywhere
 from onecard.train.zero.last_hooks import register_last
 from onecard.train.zero.master import exchange_all
 from onecard.train.zero.optimizer import keep_laid_out
@@ -59,12 +61,31 @@ class ShardedOptimizer:
                 "before step()"
             )
         self._show(optimizer)
+        summed = set() if self._clips else self._summed()
         for p, twin in self._twins.items():
             twin.grad = None
             grad = pending.read(p)  # what is still to be summed along the axis stays so
+            if grad is None and p in summed:
+                grad = torch.zeros_like(p)
             if grad is not None:
                 grad = sparse_gradients.dense(grad)
-                twin.grad = _whole(twin, grad) if gradients.is_whole(p) else summand(twin, grad)
+                twin.grad = summand(twin, grad) if p in summed or not gradients.is_whole(p) else _whole(twin, grad)
+
+    def _summed(self) -> set[Any]:
+        """Parameters of which any rank along the axis has a summand: all ranks fill their messages alike.
+
+        A branch on the data, or an expert without tokens, leaves a rank without one: its own is zero.
+        """
+        lines: dict[tuple[int, ...], tuple[Ranks, list[Any]]] = {}
+        for p in self._twins:
+            ranks = holders.divided_over(p, self._line)
+            lines.setdefault(ranks.ranks, (ranks, []))[1].append(p)
+        found = set()
+        for _, (ranks, params) in sorted(lines.items(), key=lambda line: line[0]):
+            mine = [[pending.read(p) is not None and not gradients.is_whole(p)] for p in params]
+            said = anywhere(mine, ranks, params[0].device)
+            found |= {p for p, (there,) in zip(params, said, strict=True) if there}
+        return found
 
     def _end(self, optimizer: Optimizer) -> None:
         for twin in self._twins.values():

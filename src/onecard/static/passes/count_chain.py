@@ -209,7 +209,7 @@ class Chain:
         self.lengths.add(node)
         if node.target is again.message:  # ranks' shares of a sum, added up where they are
             into, sent, kind, rest, *_ = node.args
-            return not (kind == "all_reduce" and into is sent and rest[0] in ("sum", "avg"))  # type: ignore[index]
+            return not (kind == "all_reduce" and into is sent and rest[0] in ("sum", "avg"))  # type: ignore[index, operator]
         known = traits(node)
         return not (name in ("mul", "div", "sum", "neg") or known.views or known.may_view or known.copies)
 
