@@ -289,3 +289,19 @@ def test_a_model_with_a_generator() -> None:
     before = model.draws.get_state()
     assert oc.price(model, oc.Plan(), A100, batch=torch.randn(4, 4)).seconds > 0
     assert torch.equal(model.draws.get_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plan", "said"),
+    [
+        ({"heads": 15, "hidden": 15 * 64}, {"tp": 8}, "tp=8 does not divide 15 query heads; tp=5 does"),
+        ({"experts": 8, "top_k": 2, "expert_ffn": 64}, {"dp": 16, "ep": 16}, "ep=16 is more than the 8 experts"),
+        ({"sequence": 1023}, {"tp": 2, "sequence_parallel": True}, "1023 tokens are no multiple"),
+        ({}, {"cp": 3}, "a sequence of 1024 tokens has no 6 equal parts"),
+    ],
+)
+def test_degrees_that_do_not_divide_have_no_price(sizes, plan, said):
+    """They were priced by the first rank, which has least."""
+    model = oc.Transformer(**{"layers": 2, "hidden": 1024, "heads": 16, "vocab": 512, "sequence": 1024, **sizes})
+    with pytest.raises(oc.errors.PlanError, match=said):
+        oc.price(model, oc.Plan(**plan), "A100")

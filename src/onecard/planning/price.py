@@ -12,16 +12,18 @@ from onecard.pipeline.schedule.modes import plan as schedule_named
 from onecard.pipeline.schedule.timing import Span, Timeline, Times, makespan, simulate
 from onecard.planning.job import JobCost, PieceCost, RankCost
 from onecard.planning.lines import AxisLine
+from onecard.planning.machine_file import machine_named
 from onecard.planning.memory import RankMemory
 from onecard.planning.plan import Plan
 from onecard.planning.rank import RankTime, StageTime, stage_time
 from onecard.planning.record import Loss, Model, recorded
 from onecard.planning.stages import StageCost, stages_of
 from onecard.planning.state import TrainingState
+from onecard.planning.transformer import Transformer
 
 
 def price(
-    model: Model, plan: Plan, machine: Machine = MACHINE, *, batch: object = None, loss: Loss | None = None
+    model: Model, plan: Plan, machine: Machine | str = MACHINE, *, batch: object = None, loss: Loss | None = None
 ) -> JobCost:
     """What a step of a job takes: seconds, bytes, memory of each kind of rank. Nothing runs, and no device is needed.
 
@@ -33,7 +35,7 @@ def price(
         model: an ``oc.Transformer``; or a module of plain torch, divided by ``plan.placements``; or a function that builds a
             module, also one of fleet's layers (``fleet.init`` has been called there, with the plan's tp and cp).
         plan: how it runs.
-        machine: on what.
+        machine: on what; the name of a data sheet ("H100") or a file will do.
         batch: of a module: an example of what it is called with: a tensor, several, or a dict of names with tensors; its rows are
             set to the plan's.
         loss: (model, *batch) -> the loss, where the model does not return it.
@@ -57,7 +59,10 @@ def price(
         raise PlanError(
             "compute='tfloat32' is not priced; 'float32', 'bfloat16', 'float16' and 'float8_e4m3fn' are", "compute"
         )
-    machine = on_hosts(machine, plan.per_host)
+    if isinstance(model, Transformer):  # what a program says itself is seen as it is recorded
+        for wrong in (finding for finding in plan.check(model) if finding.kind == "mistake"):
+            raise PlanError(str(wrong), wrong.about)
+    machine = on_hosts(machine_named(machine, Machine.measure) if isinstance(machine, str) else machine, plan.per_host)
     model_costs = recorded(model, plan, batch, loss)
     pieces = model_costs.costs(machine)
     other = pieces
