@@ -187,6 +187,29 @@ def test_a_model_that_runs_ahead_of_the_plans():
     assert run_ranks(_adversaries, 2, True) == [wanted] * 2
 
 
+SPECTRAL = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(3):
+    loss = net(torch.randn(8, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.5f}")
+"""
+
+
+def test_a_weight_that_is_parametrized_is_no_model(tmp_path):
+    """It is read ahead of the model; a plan's placements are of the model."""
+    (tmp_path / "program.py").write_text(SPECTRAL)
+    plan = {"tp": 2, "placements": (("2.weight", "tp: Shard(0)"),)}
+    assert several(tmp_path, plan) == ran(tmp_path, "program.py")
+
+
 def _let_go() -> list[bool]:
     """Whether an optimizer and a module that a program has replaced are let go, and count as laid out no longer."""
     begin(Job(oc.Plan(dp=2, per_host=0)).to_json())

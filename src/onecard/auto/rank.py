@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -151,6 +152,8 @@ class ProgramWatch:
         if self.roots and not self._placed and self._trains_by_hand(module):
             raise self._of_another_program()
         if module in self._done or is_wrapper(module) or not torch.is_grad_enabled() or not module.training:
+            return None
+        if isinstance(module, ParametrizationList):  # a weight that is put under one is read: a part of a model, on its own
             return None
         parameters = [p for p in module.parameters() if p.requires_grad]
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
