@@ -467,7 +467,7 @@ def test_words_of_one_card_only():
 
 
 @pytest.mark.parametrize(
-    ("signal", "words"), [("SIGKILL", r" \(as a system does that runs out of memory\);"), ("SIGSEGV", ";")]
+    ("signal", "words"), [("SIGKILL", r" \(as a system does that runs out of memory\);"), ("SIGUSR1", ";")]
 )
 def test_a_search_that_is_ended_says_by_what(tmp_path, signal, words):
     program = tmp_path / "program.py"
