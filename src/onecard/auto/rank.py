@@ -153,8 +153,8 @@ class ProgramWatch:
             raise self._of_another_program()
         if module in self._done or is_wrapper(module) or not torch.is_grad_enabled() or not module.training:
             return None
-        if isinstance(module, ParametrizationList):  # a weight that is put under one is read: a part of a model, on its own
-            return None
+        if isinstance(module, ParametrizationList):
+            return None  # a weight that is put under one is read: a part of a model, on its own
         parameters = [p for p in module.parameters() if p.requires_grad]
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
             return None  # this call makes its parameters, on each rank alike

@@ -97,7 +97,7 @@ class RowsCall:
     @property
     def halves(self) -> bool:
         """Whether it may be made in two halves (see ``halves``): its message, and all else."""
-        return self.messages == 1 and self.function in _in_halves
+        return self.messages == 1 and getattr(self.function, "moves_once", False)
 
 
 @one_node(in_files=False)
@@ -130,12 +130,9 @@ def _made(call: RowsCall, given: list[Any]) -> list[Any]:
     return made
 
 
-_in_halves: set[Callable[..., Any]] = set()
-
-
 def in_halves(function: Callable[..., Any]) -> Callable[..., Any]:
     """``in_one`` of what moves rows once, and until then does only what may be done twice."""
-    _in_halves.add(function)
+    function.moves_once = True  # type: ignore[attr-defined]
     return in_one(function)
 
 
