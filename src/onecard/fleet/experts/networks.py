@@ -79,18 +79,14 @@ class ExpertList(nn.Module):
 
         No expert takes part in backward for it, and none notes statistics.
         """
-        for expert in self:
-            buffers = {name: buffer.clone() for name, buffer in expert.named_buffers()}
+        expert = self[0]
+        buffers = {name: buffer.clone() for name, buffer in expert.named_buffers()}
+        try:
             with torch.no_grad():
-                try:
-                    like = functional_call(expert, buffers, (rows,))
-                except (
-                    RuntimeError,
-                    ValueError,
-                ):  # it takes no empty tensor: then it gives what is as wide as its rows
-                    break
-            return like + (rows.sum() * 0).to(like.dtype)
-        return rows
+                like = functional_call(expert, buffers, (rows,))
+        except (RuntimeError, ValueError):
+            return rows  # it takes no empty tensor: what it gives is taken to be as wide as its rows
+        return like + (rows.sum() * 0).to(like.dtype)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -59,7 +59,7 @@ class _Schedule:
 
     def __init__(self, graph: fx.Graph, order: Order, messages: list[fx.Node], halves: dict[fx.Node, fx.Node]) -> None:
         self.graph, self.order = graph, order
-        self.halves, self.seconds, self.beside = halves, frozenset(halves.values()), Beside(order, halves)
+        self.halves, self.second_halves, self.beside = halves, frozenset(halves.values()), Beside(order, halves)
         self.made: dict[fx.Node, None] = {}  # the nodes in their new order, with the waits
         self.worth = frozenset(messages)
         self.at_once: set[fx.Node] = set()  # messages with nothing to do beside them
@@ -99,7 +99,7 @@ class _Schedule:
         """Whether a node is emitted when another one needs it."""
         if only_names(node) or only_room(node):
             return True
-        if node in self.seconds or (self.halves and self.beside.holds(node, self.under_way, self.made)):
+        if node in self.second_halves or (self.halves and self.beside.holds(node, self.under_way, self.made)):
             self.late[node] = None
             return True
         if only_moves(node) and any(self._comes(n) for n in self._made_of(node)):
