@@ -56,6 +56,9 @@ class Program:
 
     def finish(self) -> Tensor:
         self.scaler.unscale_(self.optimizer)
+        if "decay" in self.kind:  # beside dp only the first rank adds it to the pending sum
+            for p in self.model.parameters():
+                p.grad.add_(p.detach(), alpha=0.1)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -141,6 +144,34 @@ def test_habits():
         kinds += ["", "fused", "amp", "ema", "fused scaler", "foreach ema"]
     for found in run_ranks(_beside_habits, 2, kinds, timeout=patience(300.0)):
         assert found == []
+
+
+def _beside_decay() -> tuple[list[float], list[float]]:
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
+    found = Program(oc.Stages(K, schedule="1F1B"), mesh, kind="decay").trained(range(3))
+    return found, Program(kind="decay").trained(range(3), 2)
+
+
+def test_weight_decay_by_hand_beside_dp():
+    for found, expected in run_ranks(_beside_decay, 4, timeout=patience(120.0)):
+        assert close(found, expected)
+
+
+def _attends_with_dropout() -> tuple[list[float], list[float]]:
+    x, y = torch.randint(10, (2, 16, 3), generator=torch.Generator().manual_seed(0))
+    one, other = Program(), Program()
+    planned = oc.to_static(other.step, plan=oc.Plan(dp=2, microbatches=K))
+    torch.manual_seed(1)
+    with oc.one_card_random():
+        expected = [float(v) for v in one.step(x, y)]
+    torch.manual_seed(1)
+    return expected, [float(v) for v in planned(x, y)]
+
+
+def test_dropout_in_attention_beside_dp_is_not_doubted():
+    """A warning is an error in tests."""
+    for expected, found in run_ranks(_attends_with_dropout, 2, timeout=patience(120.0)):
+        assert close(found, expected)
 
 
 def _evaluated(program: Program, evaluate: Any, rows: int) -> Tensor:

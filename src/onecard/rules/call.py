@@ -132,6 +132,14 @@ class Call:
                     self.names.append(name)
                     self.paths.append((place, i))
 
+    def with_values(self, **values: Any) -> Call:
+        """The same call with other values of arguments that are no tensors."""
+        other = Call.__new__(Call)
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.values = {**self.values, **values}
+        return other
+
     def __getattr__(self, name: str) -> Any:
         try:
             return self.values[name]

@@ -122,6 +122,12 @@ def find(func: Any) -> Row | None:
     return None if name is None else rows[name]
 
 
+def bound_of(call: Call) -> Bound | None:
+    """What the rule says of one call; None if its operator has no row, the row no rule for it, or the rule does not fit."""
+    known = find(call.func)
+    return None if known is None else known.bound_for(call)
+
+
 def row_name(func: Any) -> str | None:
     """The name under which the table has an operator's row, or None."""
     schema = schema_of(func)

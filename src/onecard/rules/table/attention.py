@@ -64,7 +64,8 @@ def _forward(call: Call) -> Form | None:
     if query is None or call.dropout_p:
         return None
     operands = [_operand(name, t, query) for name, t in zip(call.names, call.operands, strict=True)]
-    results = [term(_fit(query, t) if i < 2 else ["_"] * t.dim()) for i, t in enumerate(call.results)]
+    # With dropout, written out, there is no log-sum-exp.
+    results = [term(_fit(query, t) if i < 2 and t.dim() > 1 else ["_"] * t.dim()) for i, t in enumerate(call.results)]
     return Form(f"{', '.join(operands)} -> {', '.join(results)}", nonempty="b h g t", sizes=_sizes(call, query))
 
 

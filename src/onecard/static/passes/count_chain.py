@@ -16,7 +16,7 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
 from onecard.rules.call import schema_of
-from onecard.rules.registry import find
+from onecard.rules.registry import bound_of
 from onecard.static.passes.dependence import ROWS, Kind, degree_of, may_count
 from onecard.static.passes.once import Once, cut
 from onecard.static.passes.row_kinds import makes_alike
@@ -165,8 +165,7 @@ class Chain:
             if (longer := of_two_rows(call, lies, [n in self.filled for n in operands])) is None:
                 return False
             call, size = longer, 2
-        row = find(call.func)
-        bound = row.bound_for(call) if row is not None else None
+        bound = bound_of(call)
         if bound is None or any(n in self.rows and n not in self.lie for n in operands):
             return False
         scale = size // self.length

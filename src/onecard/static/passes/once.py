@@ -66,8 +66,20 @@ class Once:
                 self.own.add(node)
             elif node.op == "call_function":
                 self._sort(node, i > end)
+        self._find_filled(nodes[end + 1 :])
         self.head = self._find_head([n for n in nodes if n.op == "call_function"])
         self._find_same(nodes)
+
+    def _find_filled(self, late: list[fx.Node]) -> None:
+        """What is made behind all backward passes for what runs once alone: of parameters, or of their dims."""
+        for node in reversed(late):
+            if node.op != "call_function" or not node.users or not all(user in self.tail for user in node.users):
+                continue
+            read = set() if only_names(node) else self._places(node.all_input_nodes)
+            if not (
+                node in self.own or node in self.memory.writes or phase_of(node) == "backward" or read & self._varied
+            ):
+                self.tail.add(node)
 
     def has_own(self, node: fx.Node, at: fx.Node) -> bool:
         """Whether a node's value, as another one reads it, has something of the microbatch: also if it was written there."""

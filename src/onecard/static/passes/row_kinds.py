@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onecard.comm.base import record
 from onecard.rules.call import Call, Schema
-from onecard.rules.registry import find
+from onecard.rules.registry import bound_of, find
 from onecard.rules.rule import Bound
 from onecard.rules.traits import traits_of
 from onecard.static.passes import row_places
@@ -97,8 +97,7 @@ class Kinds(RowNumbers):
             return Kind(ALIKE)
         if self.lengths.isdisjoint(call.results[r].shape) or any(k is not None and k.how == PLACES for k in kinds):
             return None
-        row = find(call.func)
-        bound = row.bound_for(call) if row is not None else None
+        bound = bound_of(call)
         return None if bound is None else self._alike_along(bound, name, kinds, r)
 
     def _alike_along(self, bound: Bound, name: str, kinds: list[Kind | None], r: int) -> Kind | None:
@@ -134,8 +133,7 @@ class Kinds(RowNumbers):
             return [special] * count
         if name in _OF_ELEMENTS:
             return [replace(first, learns=learns)] * count
-        row = find(call.func)
-        bound = row.bound_for(call) if row is not None else None
+        bound = bound_of(_undropped(call))
         if bound is None:
             return [Kind(UNKNOWN, where=f"{name} at {record.user_line()}")] * count
         cut = {row_places.factor_of(bound, i, k) for i, k in enumerate(kinds) if k is not None and k.how == ROWS}
@@ -287,10 +285,14 @@ class Kinds(RowNumbers):
         """Whether each term is of what all rows have given, or of zeros."""
         if call.schema.functional in _SUMS and len(call.operands) == 1:
             return self._adds_nothing(call)
-        row = find(call.func)
-        bound = row.bound_for(call) if row is not None else None
+        bound = bound_of(call)
         given = {i for i, k in enumerate(kinds) if k is not None and (k.how in (ADDS, COUNT) or k.zero)}
         return bound is None or all(given & {*term} for term in bound.terms)
+
+
+def _undropped(call: Call) -> Call:
+    """A call without its dropout, for which attention has no rule: rows stay apart alike."""
+    return call.with_values(dropout_p=0.0) if call.values.get("dropout_p") else call
 
 
 def _is_sum(kind: Kind | None) -> bool:
@@ -313,8 +315,7 @@ def is_linear(call: Call, operands: Collection[int]) -> bool:
         return True
     if call.schema.functional in _SUMS and len(call.operands) == 1:
         return True
-    row = find(call.func)
-    bound = row.bound_for(call) if row is not None else None
+    bound = bound_of(call)
     if bound is None or not (bound.terms or bound.moves):
         return False
     in_terms = {i for term in bound.terms for i in term}

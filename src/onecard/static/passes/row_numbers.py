@@ -12,7 +12,7 @@ from torch import Tensor
 from onecard.comm.base import record
 from onecard.comm.base.state import faked
 from onecard.rules.call import Call
-from onecard.rules.registry import find
+from onecard.rules.registry import bound_of
 from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, ROWS, Kind, Verdict, may_count, told
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -140,7 +140,7 @@ def _number(
         ]
         alike = [i for i in fixed if (k := kinds[i]) is not None and k.dims is None]
         at = next((i for i in (*alike, *fixed) if i in alike or given[i].numel() == 1), -1 if any_tensor else None)
-        number = value_of(given[at] if at not in alike else given[at].flatten()[:1]) if at is not None else None
+        number = value_of(given[at], alike=at in alike) if at is not None else None
     known = isinstance(number, int | float) and not isinstance(number, bool)
     return (abs(float(number)), at) if known else (None, None)
 
@@ -154,8 +154,7 @@ def _held(x: Tensor, kind: Kind | None) -> tuple[Any, Tensor]:
 
 def _is_unread(call: Call, operand: int) -> bool:
     """Whether an operand is written to alone."""
-    row = find(call.func)
-    bound = row.bound_for(call) if row is not None else None
+    bound = bound_of(call)
     return (call.schema.functional == "copy" and not operand) or (bound is not None and operand in bound.unread)
 
 
@@ -170,10 +169,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool((a.isnan() & b.isnan() | (a == b)).all())
 
 
-def value_of(x: Tensor) -> float | None:
-    """What a tensor of one element holds, if it has data."""
+def value_of(x: Tensor, alike: bool = False) -> float | None:
+    """What a tensor of one element holds, or one that is ``alike`` all over, if it has data."""
     local = x._local if isinstance(x, DistTensor) else x
-    return float(local) if x.numel() == 1 and not x.is_complex() and is_real(local) else None
+    if not (alike or x.numel() == 1) or x.is_complex() or not is_real(local) or not local.numel():
+        return None
+    return float(local.flatten()[0])
 
 
 def is_real(x: Tensor) -> bool:
