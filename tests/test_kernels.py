@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,22 @@ def test_every_constant_has_its_source() -> None:
     with pytest.raises(CostError, match="there are no kernels of 'b200'"):
         Kernels.of("b200")
     assert oc.Machine.preset("A100") is A100 and oc.Machine.preset("A100", peak=True).kernels is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"flops": 0}, "Machine: flops has to be a number that is more than 0, not 0"),
+        ({"bandwidth": -1.0}, "bandwidth has to be .* more than 0, not -1.0"),
+        ({"memory": float("nan")}, "memory has to be .* not nan"),
+        ({"dtypes": {"bfloat16": 0}}, r"dtypes\['bfloat16'\] has to be"),
+        ({"capacity": -5}, "capacity has to be a number that is 0 or more, not -5"),
+        ({"latency": "5us"}, "latency has to be .* not '5us'"),
+    ],
+)
+def test_a_machine_that_cannot_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(CostError, match=message):
+        oc.Machine(**given)
 
 
 def test_a_machine_with_kernels_is_written_and_read() -> None:

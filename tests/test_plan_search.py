@@ -258,6 +258,12 @@ def test_mistakes(given, message):
         _found(**given)
 
 
+def test_a_runner_up_that_there_is_not():
+    found = _found(memory=0)
+    with pytest.raises(PlanError, match=r"diff\(99\): there is no plan 99, as the search kept"):
+        found.diff(99)
+
+
 def test_modules_need_a_batch_and_a_loss():
     with pytest.raises(PlanError, match="an example of the batch"):
         oc.plan(MLP(8, 16), world=2)

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import ge, gt
 from typing import Any
 
 from onecard.errors import CostError
@@ -34,6 +35,9 @@ class Link:
 
     latency: float
     bandwidth: float
+
+    def __post_init__(self) -> None:
+        _check("Link", {"bandwidth": self.bandwidth}, {"latency": self.latency})
 
     def seconds(self, sent: float) -> float:
         """Of a message of ``sent`` bytes; none if there is nothing to send."""
@@ -64,6 +68,9 @@ class Machine:
             one, it counts, else the numbers above.
         source: where the numbers are from.
 
+    Raises:
+        CostError: a rate that is not more than 0, or an amount below 0.
+
     Source: a message costs latency + bytes / bandwidth (the alpha-beta model, Hockney 1994); a computation costs what
         its bytes or its multiply-adds take, whichever is more (the roofline model, Williams et al. 2009).
 
@@ -91,6 +98,12 @@ class Machine:
     curves: Mapping[str, Curve] = field(default_factory=dict)
     source: str = ""
     kernels: Kernels | None = None
+
+    def __post_init__(self) -> None:
+        dtypes = {f"dtypes[{name!r}]": rate for name, rate in self.dtypes.items()}
+        rates = {name: getattr(self, name) for name in ("bandwidth", "between_hosts", "memory", "flops")}
+        amounts = {name: getattr(self, name) for name in ("latency", "launch", "capacity", "per_host")}
+        _check("Machine", {**rates, **dtypes}, amounts)
 
     @staticmethod
     def preset(name: str, peak: bool = False) -> Machine:
@@ -220,6 +233,14 @@ class Machine:
             f"{self.flops / 1e12:.4g} TFLOP/s, {self.memory / 1e9:.4g} GB/s{size}, {self.bandwidth / 1e9:.4g} GB/s sent"
         )
         return f"<Machine {self.name}: {rates}>"
+
+
+def _check(kind: str, rates: Mapping[str, Any], amounts: Mapping[str, Any]) -> None:
+    """Rates, by which is divided, are more than 0; amounts are 0 or more."""
+    for given, wanted, fits in ((rates, "more than 0", gt), (amounts, "0 or more", ge)):
+        for name, value in given.items():
+            if not (isinstance(value, int | float) and fits(value, 0)):
+                raise CostError(f"{kind}: {name} has to be a number that is {wanted}, not {value!r}")
 
 
 def _changes(host: Any, axis: int) -> Any:

@@ -161,10 +161,9 @@ def source(given: str | Path | Mapping[str, Any], kind: str) -> Located:
         return Located(f"{kind}.from_json", dict(given), {})
     if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):
         return located(given, f"{kind}.from_json")
-    if not isinstance(given, (str, Path)):
-        raise PlanError(
-            f"{kind}.from_json: want a JSON text, the path of a file, or a dict, not {type(given).__name__}"
-        )
+    if not isinstance(given, (str, Path)) or not str(given).strip():
+        got = "an empty text" if isinstance(given, str) else type(given).__name__
+        raise PlanError(f"{kind}.from_json: want a JSON text, the path of a file, or a dict, not {got}")
     return located(text_of(Path(given)), str(given))
 
 

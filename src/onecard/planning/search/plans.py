@@ -102,7 +102,15 @@ class Plans(Sequence[Choice]):
         return beside(one.cost, self.cost, self.limit)
 
     def diff(self, i: int = 1) -> tuple[str, ...]:
-        """The fields in which a runner-up differs from the best one, in words."""
+        """The fields in which a runner-up differs from the best one, in words.
+
+        Raises:
+            PlanError: no such runner-up was kept.
+        """
+        if not -len(self) <= i < len(self):
+            raise PlanError(
+                f"diff({i}): there is no plan {i}, as the search kept {len(self)}; what_if(...) gives the best one of another kind"
+            )
         return self.best.diff(self.choices[i].plan)
 
     def __str__(self) -> str:
