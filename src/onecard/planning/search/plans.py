@@ -109,7 +109,7 @@ class Plans(Sequence[Choice]):
         """
         if not -len(self) <= i < len(self):
             raise PlanError(
-                f"diff({i}): there is no plan {i}, as the search kept {len(self)}; what_if(...) gives the best one of another kind"
+                f"diff({i}): there is no plan {i}, as the search kept {len(self)}; what_if(...) finds others"
             )
         return self.best.diff(self.choices[i].plan)
 
