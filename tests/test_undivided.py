@@ -50,6 +50,28 @@ def test_divided_work_is_not(stage, tp):
     assert run_ranks(_told, 2, stage, not tp, tp) == [[], []]
 
 
+def _of_fleet() -> list[str]:
+    from onecard import fleet
+
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"sharding_degree": 2}
+    fleet.init(strategy=strategy)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        net = fleet.distributed_model(nn.Linear(4, 2))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+        for _ in range(2):
+            net(torch.ones(2, 4)).sum().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # sums gradients, which are pending no longer
+            optimizer.step()
+            optimizer.clear_grad()
+    return [str(w.message) for w in seen if "nothing is divided" in str(w.message)]
+
+
+def test_ranks_of_fleet_read_other_data():
+    assert run_ranks(_of_fleet, 2) == [[], []]
+
+
 def _as_one_card(rows: int) -> list[str]:
     begin(Job(oc.Plan(dp=2, per_host=0)).to_json())
     with warnings.catch_warnings(record=True) as seen:

@@ -23,6 +23,7 @@ from onecard.fleet.gradients.twins import LOCAL, losses_of, summand, trained
 from onecard.pipeline.run.waiting_hooks import is_ours
 from onecard.place.layout import Layout
 from onecard.tensor import DistTensor
+from onecard.tensor.dispatch.entry import divided
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec
 from onecard.tensor.watched import own_whole
@@ -161,6 +162,7 @@ def local_gradient(p: Any) -> Tensor:
 
 def twin_parameter(p: nn.Parameter, mesh: Any) -> Any:
     """A distributed parameter over the memory of a plain one: equal on all ranks of the group."""
+    divided.here.update(mesh.dim_names)  # its ranks read other data, of which no operator knows
     spec = Spec.make(Layout.replicated(mesh, p.dim()), p.shape, tuple(p.stride()), p.dtype, p.device)
     return nn.Parameter(wrap(p.detach(), spec), p.requires_grad)
 
