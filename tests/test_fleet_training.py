@@ -417,13 +417,23 @@ def merging() -> None:
     fleet.init(strategy=strategy)
     for clips in ("no", "clip", "scaler", "scaler and clip", "fleet scaler and clip by value"):
         merged(clips)
+    for clips in (
+        "clip by the optimizer",
+        "clip by the optimizer, scaler",
+        "clip by a hook",
+        "clip, cleared by the model",
+    ):
+        merged(clips)
 
 
 def merged(clips: str) -> None:
     """Two microbatches for each step, with a schedule, clipping and a scaler that a script calls for each microbatch."""
     single, mine = (seeded(nn.Linear, 3, 2) for _ in range(2))
     model = fleet.distributed_model(mine)
-    ours = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+    itself = fleet.ClipGradByGlobalNorm(0.05) if "by the optimizer" in clips else None
+    ours = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), grad_clip=itself)
+    if "hook" in clips:
+        ours.register_step_pre_hook(lambda *_: (clip_grad_norm_(model.parameters(), 0.05), None)[1])
     theirs = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.5)
     plans = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (ours, theirs)]
     kinds = (torch.amp.GradScaler, fleet.GradScaler if "fleet" in clips else torch.amp.GradScaler)
@@ -444,12 +454,12 @@ def merged(clips: str) -> None:
             ours.minimize(model(x.chunk(2)[oc.get_rank()]).square().mean())
         else:
             scaler.scale(model(x.chunk(2)[oc.get_rank()]).square().mean()).backward()
-            if "clip" in clips:
+            if "clip" in clips and itself is None and "hook" not in clips:
                 scaler.unscale_(ours)
                 clip(model.parameters(), 0.05)
             scaler.step(ours)
             scaler.update()
-            ours.zero_grad()
+            (model if "model" in clips else ours).zero_grad()
         if step % 2:
             plans[0].step()
         if step == 3 and "scaler" not in clips:

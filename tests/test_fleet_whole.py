@@ -84,6 +84,31 @@ def muon(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Muon(params, lr=0.02, weight_decay=0.1)
 
 
+class Factored(Lamb):
+    """By rows and columns, of what is wide."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                seen = p.grad.square() + 1e-30
+                if p.dim() == 2 and min(p.shape) >= 128:
+                    rows, columns = seen.mean(1, keepdim=True), seen.mean(0, keepdim=True)
+                    seen = rows * columns / rows.mean()
+                p.sub_(0.01 * p.grad / seen.sqrt())
+
+
+class Late(Lamb):
+    """By whole columns, from its 25th step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            p.sub_(0.01 * (p.grad / p.grad.norm(dim=0) if state["step"] >= 25 else p.grad))
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.05),
     "Muon": muon,
@@ -207,6 +232,21 @@ def staged() -> None:
 
 def test_what_looks_at_all_parameters_is_refused_in_stages() -> None:
     run_ranks(staged, 2)
+
+
+def test_what_looks_at_wide_matrices_or_later_is_seen() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    for make in (Factored, Late):
+        optimizer = make([weight])
+        assert judged.judge(optimizer, optimizer.param_groups[0], {2}) is judged.Looks.PARAMETERS, make
+
+
+def test_what_torch_knows_treats_each_number_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = judged._EACH
+    monkeypatch.setattr(judged, "_EACH", frozenset())
+    for make in kinds:
+        optimizer = make([nn.Parameter(torch.ones(4, 4))], lr=0.01)
+        assert judged.judge(optimizer, optimizer.param_groups[0], {1, 2}) is judged.Looks.NUMBERS, make
 
 
 def test_a_trial_leaves_everything_alone() -> None:

@@ -13,7 +13,7 @@ from onecard import recorded
 from onecard.comm.agree import sparse_check
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
-from onecard.fleet.gradients import hooks, pending
+from onecard.fleet.gradients import hooks, merging, pending
 from onecard.fleet.gradients.copies import compare, equalise
 from onecard.fleet.grid.strategy import DistributedStrategy
 from onecard.fleet.zero.carried import Members, declare
@@ -133,9 +133,13 @@ class DistributedModel(nn.Module):
         """Nothing: backward sends nothing for parameters, so they accumulate without a message."""
         yield
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's: under gradient_merge gradients stay that wait for a k-th step."""
+        merging.clear(self.module, set_to_none)
+
     def clear_gradients(self) -> None:
         """``zero_grad()``."""
-        self.module.zero_grad()
+        self.zero_grad()
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Of pipelines only."""

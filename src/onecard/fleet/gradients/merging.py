@@ -8,13 +8,15 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecard import recorded
 from onecard.errors import RecordingError
 from onecard.fleet.gradients import hooks
 from onecard.fleet.gradients import sums as gradients
+from onecard.fleet.gradients.twins import trained
 
 
 class Merging:
@@ -23,10 +25,15 @@ class Merging:
     def __init__(self, k_steps: int, average: bool) -> None:
         self.k_steps, self.average = k_steps, average
         self.calls, self._averaged = 0, False
+        self.stepping = False  # within a k-th call, which is counted ahead of what it does
 
     def is_due(self) -> bool:
         """Whether the next call is a k-th."""
         return (self.calls + 1) % self.k_steps == 0
+
+    def is_begun(self) -> bool:
+        """Whether gradients of earlier calls wait for the k-th."""
+        return self.calls % self.k_steps != 0
 
     def settle(self, optimizer: Optimizer) -> None:
         """Before the gradients of a k-th call are looked at: they are those of one step."""
@@ -58,10 +65,16 @@ def merge(optimizer: Any, k_steps: int, average: bool) -> None:
             )
         if merging.is_due():
             merging.settle(self)
-        return step(*args, **kwargs) if merging.count() else None
+        if not merging.count():
+            return None
+        merging.stepping = True
+        try:
+            return step(*args, **kwargs)
+        finally:
+            merging.stepping = False
 
     def cleared(self: Any, *args: Any, **kwargs: Any) -> None:
-        if merging.calls % k_steps == 0:
+        if not merging.is_begun():
             zero(*args, **kwargs)
 
     # Methods, as schedulers expect them.
@@ -71,6 +84,18 @@ def merge(optimizer: Any, k_steps: int, average: bool) -> None:
 def merges(optimizer: Optimizer) -> bool:
     """Whether it steps at some of its calls only."""
     return optimizer in _known
+
+
+def clear(model: nn.Module, set_to_none: bool = True) -> None:
+    """A model's ``zero_grad()``: gradients that wait for a k-th call of their optimizer's ``step`` stay, as by the optimizer's."""
+    mine = [p for o, known in [*_known.items()] if known.is_begun() for p in gradients.of_optimizer(o)]
+    begun = {id(x) for p in mine for x in (p, trained(p))}
+    if not begun:
+        nn.Module.zero_grad(model, set_to_none)
+        return
+    for p in model.parameters():
+        if id(p) not in begun and p.grad is not None:
+            p.grad = None if set_to_none else torch.zeros_like(p.grad)
 
 
 @contextmanager
@@ -86,7 +111,7 @@ def counted(optimizer: Optimizer) -> Iterator[None]:
 def waits(optimizer: Optimizer) -> bool:
     """Whether the next call of its ``step`` only counts. If it does more, the gradients are those of a step from now on."""
     merging = _known.get(optimizer)
-    if merging is None:
+    if merging is None or merging.stepping:
         return False
     if merging.is_due():
         merging.settle(optimizer)

@@ -1,8 +1,9 @@
 """Whether an optimizer may be given a part of a parameter: tried once, on tensors of a few numbers.
 
 SGD, Adam and their like treat each number by itself. Others look at a whole matrix (Muon, LAMB, Adafactor, Shampoo), or at all
-parameters at once (LBFGS, Prodigy). Nothing in torch says which, so they are tried: a few steps on small tensors, whole, cut in
-halves, and each tensor alone.
+parameters at once (LBFGS, Prodigy). Nothing in torch says which, so they are tried: some steps on tensors, whole, cut in halves,
+and each tensor alone. One of them is wide, as some factor only what has 32 or 128 columns and rows; and there are so many steps
+as some begin later with it. What begins later still, or with larger matrices, is not seen.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ from onecard._torch import names as _torch
 from onecard._torch.names import tree_leaves
 from onecard.comm.issue import trace
 
-STEPS, LR, NEAR = 3, 0.01, 1e-3
+STEPS, LR, NEAR = 30, 0.01, 1e-3
 _SIZES = (6, 4, 2, 2, 2)
+_WIDE = (136, 132, 2, 2, 2)
+_EACH = frozenset(
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop ASGD Rprop".split()
+)
+"""Of torch: they treat each number by itself. Classes that are made of them are tried."""
 _OWN = ("param_groups", "state", "grad_scale", "found_inf")  # of an optimizer, which a trial has of its own, or has not
 
 
@@ -45,8 +52,10 @@ def judge(optimizer: torch.optim.Optimizer, group: dict[str, Any], dims: set[int
         PARAMETERS
         UNTRIED
     """
+    if type(optimizer) in _EACH:
+        return Looks.NUMBERS
     device = next((p.device for p in group["params"] if not trace.faking()), torch.device("cpu"))
-    shapes = [_SIZES[:n] for n in sorted(dims) for _ in range(2)]
+    shapes = [sizes[:n] for n in sorted(dims) for sizes in (_SIZES, _SIZES, _WIDE)]
     try:
         with recorded.unrecorded(), _torch.no_fakes(), torch.random.fork_rng(enabled=device.type == "cpu"):
             given = _given(shapes, device)
@@ -81,7 +90,7 @@ def _given(shapes: list[tuple[int, ...]], device: torch.device) -> list[list[Ten
 
 def _slope(shape: tuple[int, ...]) -> Tensor:
     return (
-        (2.0 ** torch.arange(shape[0], device="cpu")).view(-1, *[1] * (len(shape) - 1))
+        (2.0 ** (torch.arange(shape[0], device="cpu") * _SIZES[0] / shape[0])).view(-1, *[1] * (len(shape) - 1))
         if shape
         else torch.ones((), device="cpu")
     )

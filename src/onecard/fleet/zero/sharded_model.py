@@ -23,7 +23,7 @@ from onecard._torch.dcp import show_in_state_dicts
 from onecard.comm.issue import groups, plain
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import FleetError
-from onecard.fleet.gradients import holders, hooks
+from onecard.fleet.gradients import holders, hooks, merging
 from onecard.fleet.gradients.twins import add_up_in, added, losses_of, pair, sum_of_losses, summand, trained, twin_of
 from onecard.fleet.grid import topology
 from onecard.fleet.zero.local_parameter import (
@@ -204,6 +204,10 @@ class GroupShardedModel(nn.Module):
         """Of the model, each as the distributed tensor that the optimizer updates."""
         for name, p in super().named_parameters(prefix, recurse, remove_duplicate):
             yield name, self._sharded.twins.get(p, p)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's: under gradient_merge gradients stay that wait for a k-th step."""
+        merging.clear(self, set_to_none)
 
     def clear_gradients(self) -> None:
         """``zero_grad()``."""
