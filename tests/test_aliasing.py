@@ -128,3 +128,19 @@ def test_a_write_costs_what_it_must():
         x[400:402] = 1.0
     assert sum(m.step.bytes for m in report.messages) <= 2 * 4 * 8
     assert_close(x.sum(), torch.tensor(8.0))
+
+
+@multirank(2)
+def test_a_diagonal_is_written_through_a_view_of_all_memory():
+    """fill_diagonal_() is as_strided() from the memory's first element: also of what cdist() gives for more than 25 rows."""
+    whole = torch.arange(24.0).view(4, 6)
+    for placement in (oc.Shard(0), oc.Shard(1), oc.Replicate()):
+        for look in (lambda c: c.view(6, 4), lambda c: c.t(), lambda c: torch.cdist(c.view(8, 3), c.view(8, 3))):
+            mine, alone = put(whole.clone(), placement), whole.clone()
+            assert_close(look(mine).fill_diagonal_(9.0), look(alone).fill_diagonal_(9.0))
+            assert_close(mine, alone)
+        rows = put(torch.cat([whole] * 8), placement)
+        far = torch.cdist(torch.cat([whole] * 8), torch.cat([whole] * 8))
+        assert_close(torch.cdist(rows, rows).fill_diagonal_(9.0), far.fill_diagonal_(9.0))
+    with pytest.raises(DispatchError, match="which is a view"):  # its offset counts from another beginning
+        put(whole.clone(), oc.Replicate())[1:].as_strided((2, 2), (1, 1), 0)

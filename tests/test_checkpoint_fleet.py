@@ -272,6 +272,17 @@ def states_of_others(root: Path) -> None:
     assert equal(dict(other.state_dict()), dict(average.state_dict()))
 
     group = fleet.get_hybrid_communicate_group().group("mp")
+    layers = [fleet.meta_parallel.RowParallelLinear(4, 2, has_bias=True, input_is_parallel=False) for _ in range(2)]
+    wholes = [torch.optim.Adafactor(layer.parameters(), 0.01) for layer in layers]  # which has whole states of parts
+    for i, (layer, whole) in enumerate(zip(layers, wholes, strict=True)):
+        for step in range(1 if i else 0, 2):
+            layer(torch.ones(2, 4)).square().sum().backward()
+            whole.step()
+            whole.zero_grad()
+            if i == 0 and step == 0:
+                oc.checkpoint.save({"layer": layer, "optimizer": whole}, root / "whole")
+                oc.checkpoint.load(root / "whole", {"layer": layers[1], "optimizer": wholes[1]})
+    assert equal(dict(layers[0].state_dict()), dict(layers[1].state_dict()))
     whole = torch.arange(12.0).view(3, 4)
     layer = nn.Linear(4, [1, 2][group.index], bias=False)
     layer.weight = nn.Parameter(whole[:1] if group.index == 0 else whole[1:])

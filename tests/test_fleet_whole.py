@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import fleet
 from onecard.errors import RecordingError
-from onecard.fleet.zero import judged
 from onecard.testing import run_ranks
+from onecard.train import judged
 
 mp = fleet.meta_parallel
 

@@ -78,7 +78,7 @@ FLOORS = {
         "table", "samples", "verify", "stated", "register",
     ],
     "train": [
-        "lazy", "balance", "shard", "of_absent", "absent", "unmade", "converted", "norms", "summands", "data", "layer",
+        "lazy", "balance", "shard", "judged", "of_absent", "absent", "unmade", "converted", "norms", "summands", "data", "layer",
         "local_code", "zero", "modules",
     ],
     "checkpoint": ["format", "writer", "reader", "api"],

@@ -23,6 +23,7 @@ from onecard.checkpoint.reader.groups import by_text, group_names, members
 from onecard.checkpoint.reader.virtual import Virtual
 from onecard.comm.world import world
 from onecard.errors import CheckpointError
+from onecard.train.judged import takes_whole
 from onecard.train.shard import Shard
 from onecard.train.zero.resume import place_for
 
@@ -269,7 +270,7 @@ class StateWalk:
             below = {n[len(prefix) :]: {tree.KIND: "tensor", "name": n} for n in self.tensors if n.startswith(prefix)}
             if not below:
                 return None
-        there = optimizer.state.get(param, {})
+        there, whole = optimizer.state.get(param, {}), takes_whole(optimizer, param)
         made = {}
         for key, item in below.items():
             name = tree.join(path, key)
@@ -277,7 +278,7 @@ class StateWalk:
                 made[key] = self.made(item, name)
                 continue
             found = self.tensors[name]
-            part = self.names.entry(param).part
+            part = None if whole else self.names.entry(param).part
             if part is None or found.shape != tuple(part.shape):
                 made[key] = place_for(optimizer, key, param, there.get(key), found.shape, found.dtype)
                 self.want(name, made[key])

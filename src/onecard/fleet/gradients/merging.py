@@ -87,7 +87,7 @@ def merges(optimizer: Optimizer) -> bool:
 
 
 def clear(model: nn.Module, set_to_none: bool = True) -> None:
-    """A model's ``zero_grad()``: gradients that wait for a k-th call of their optimizer's ``step`` stay, as by the optimizer's."""
+    """A model's ``zero_grad()``: gradients that wait for a k-th call of their optimizer's ``step`` stay, as by its own."""
     mine = [p for o, known in [*_known.items()] if known.is_begun() for p in gradients.of_optimizer(o)]
     begun = {id(x) for p in mine for x in (p, trained(p))}
     if not begun:

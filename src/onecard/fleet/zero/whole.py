@@ -13,13 +13,12 @@ from onecard import recorded
 from onecard.errors import FleetError, RecordingError
 from onecard.fleet.gradients import pending
 from onecard.fleet.gradients import sums as gradients
-from onecard.fleet.zero.judged import Looks, judge, keeps_parameters
 from onecard.tensor import DistTensor
+from onecard.train.judged import Looks, keeps_parameters, looks_at
 from onecard.train.shard import held
 
 divided: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
 """Optimizers whose step ZeRO divides, and by which call."""
-_known: WeakKeyDictionary[Optimizer, dict[int, Looks]] = WeakKeyDictionary()
 _wholes: WeakKeyDictionary[Optimizer, WholeParameters] = WeakKeyDictionary()
 
 
@@ -55,12 +54,10 @@ def _looked_at(optimizer: Optimizer, number: int, group: dict[str, Any]) -> list
     staged = any(gradients.in_stages(p) for p in group["params"][:1])
     if not cut and not staged:
         return []
-    known = _known.setdefault(optimizer, {})
-    if number not in known:
-        known[number] = judge(optimizer, group, {max(p.dim(), 1) for p in cut or group["params"]})
-    if known[number] is Looks.NUMBERS:
+    looks = looks_at(optimizer, number, cut or group["params"])
+    if looks is Looks.NUMBERS:
         return []
-    _check(optimizer, known[number], bool(cut), staged)
+    _check(optimizer, looks, bool(cut), staged)
     return cut
 
 

@@ -99,7 +99,9 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     """as_strided(): reads memory as one card would have it, so that must be there: all of it, and from its beginning."""
     x, shape, stride = args[:3]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
-    own = offset is None and _span(shape, stride) <= _span(x._spec.shape, x._spec.stride) == x.numel()
+    # Also from the first element of memory where the view is of all that its base has: fill_diagonal_() of what cdist() gives.
+    begins = offset is None or (offset == 0 and x._base is not None and x._base.numel() == x.numel())
+    own = begins and _span(shape, stride) <= _span(x._spec.shape, x._spec.stride) == x.numel()
     if x._is_view() and not own:
         raise DispatchError(
             f"as_strided of {describe(x)}, which is a view: the memory around it is not on this rank. Take it from a copy, "

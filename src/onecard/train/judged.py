@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from onecard import recorded
 from onecard._torch import names as _torch
 from onecard._torch.names import tree_leaves
 from onecard.comm.issue import trace
+from onecard.train.shard import held
 
 STEPS, LR, NEAR = 30, 0.01, 1e-3
 _SIZES = (6, 4, 2, 2, 2)
 _WIDE = (136, 132, 2, 2, 2)
 _EACH = frozenset(
     getattr(torch.optim, name)
-    for name in "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop ASGD Rprop".split()
+    for name in ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"]
 )
 """Of torch: they treat each number by itself. Classes that are made of them are tried."""
 _OWN = ("param_groups", "state", "grad_scale", "found_inf")  # of an optimizer, which a trial has of its own, or has not
@@ -41,7 +45,7 @@ class Looks(IntEnum):
     UNTRIED = 3
 
 
-def judge(optimizer: torch.optim.Optimizer, group: dict[str, Any], dims: set[int]) -> Looks:
+def judge(optimizer: Optimizer, group: dict[str, Any], dims: set[int]) -> Looks:
     """What it looks at in tensors of so many dims, with the options of one of its groups.
 
     Example:
@@ -71,6 +75,26 @@ def judge(optimizer: torch.optim.Optimizer, group: dict[str, Any], dims: set[int
             return Looks.PARAMETERS if _like(alone, whole, given[0]) else Looks.ALL
     except Exception:  # what a stranger's optimizer may raise on tensors that it was not made for
         return Looks.UNTRIED
+
+
+_known: WeakKeyDictionary[Optimizer, dict[int, Looks]] = WeakKeyDictionary()
+
+
+def looks_at(optimizer: Optimizer, number: int, params: Sequence[Tensor]) -> Looks:
+    """What an optimizer looks at in some parameters of one of its groups, tried once a group."""
+    known = _known.setdefault(optimizer, {})
+    if number not in known:
+        known[number] = judge(optimizer, optimizer.param_groups[number], {max(p.dim(), 1) for p in params})
+    return known[number]
+
+
+def takes_whole(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether it is given whole parameters for this part of one, so that its states are whole, too."""
+    for number, group in enumerate(optimizer.param_groups):
+        if any(p is parameter for p in group["params"]):
+            cut = [p for p in group["params"] if (g := held(p).group) is not None and g.size > 1]
+            return any(p is parameter for p in cut) and looks_at(optimizer, number, cut) is not Looks.NUMBERS
+    return False
 
 
 def keeps_parameters(optimizer: torch.optim.Optimizer) -> bool:
