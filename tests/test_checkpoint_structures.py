@@ -336,3 +336,19 @@ def one(seed: int, place: Path) -> str:
 def test_random_states(tmp_path: Path) -> None:
     found = [one(seed, tmp_path / str(seed)) for seed in SEEDS]
     assert found.count("right") > 80 and found.count("told") > 50, {word: found.count(word) for word in set(found)}
+
+
+def test_an_optimizer_without_its_model_is_told_what_it_lacks(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(3, 3)
+        return model, torch.optim.Adam(model.parameters(), 0.1)
+
+    model, optimizer = made()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    oc.checkpoint.save({"model": model, "optimizer": optimizer}, tmp_path / "both")
+    other, its = made()
+    with pytest.raises(CheckpointError, match=r'load them together, \{"model": model, "optimizer": optimizer\}'):
+        oc.checkpoint.load(tmp_path / "both", {"optimizer": its})
+    oc.checkpoint.load(tmp_path / "both", {"model": other, "optimizer": its})
+    assert torch.equal(its.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])

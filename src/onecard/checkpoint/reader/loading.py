@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,12 @@ def _complaints(walk: StateWalk, index: Index, missing: str, left: Sequence[str]
             f"{index.folder} does not have {_counted(len(lacking))}: {', '.join(named)}. Names that differ are told by "
             "changes=[onecard.checkpoint.Rename(old, new)]; missing='keep' leaves what is there"
         )
+        if numbered := next((name for name in lacking if re.search(r"param_groups of \d+$", name)), None):
+            place = numbered.split(".param_groups")[0]
+            found.append(
+                f"{place!r} goes by the names of its model's parameters, which the state does not have: load them together, "
+                f'{{"model": model, "{place}": optimizer}}'
+            )
     if left:
         found.append(_unexpected(walk, str(index.folder), left))
     for want in walk.wants:
