@@ -143,3 +143,38 @@ def test_states_that_another_stage_reads() -> None:
     """They stay with the stage that reads them, as a parameter would that two stages use."""
     card = _with_momentum()
     assert run_ranks(_read_by_the_last, 2) == [pytest.approx(card, rel=1e-5)] * 2
+
+
+def _momenta(folder: str) -> dict[str, Tensor]:
+    """Of SGD on the first layers and on the last, under the names of one card; saved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    own = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model[:3], model[4:])]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        for optimizer in own:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    run = oc.to_static(step, stages=oc.Stages(2, at=["2"])) if oc.get_world_size() > 1 else step
+    for i in range(3):
+        made = torch.Generator().manual_seed(i)
+        run(torch.randn(8, 4, generator=made), torch.randn(8, 1, generator=made))
+    oc.save_state_dict({"model": model, "first": own[0], "last": own[1]}, folder)
+    saved = oc.checkpoint.load(folder)
+    return {
+        f"{which}.{name}": state["momentum_buffer"]
+        for which in ("first", "last")
+        for name, state in saved[which]["state"].items()
+    }
+
+
+def test_states_that_ranks_have_made_in_other_orders_are_saved(tmp_path):
+    expected = _momenta(f"{tmp_path}/one")
+    for found in run_ranks(_momenta, 2, f"{tmp_path}/stages"):
+        assert [*found] == [*expected]
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)

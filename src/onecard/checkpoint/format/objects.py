@@ -252,10 +252,15 @@ def _portions(state: Any, entry: StateValue | None) -> Any:
 
 
 def by_name(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """An optimizer's state dict with names in the places of its counts; itself, if they are these."""
+    """An optimizer's state dict with names in the places of its counts, but where they are these.
+
+    States are in the order of the parameters: in a pipeline each rank has made its own stage's first.
+    """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
+    held, listed = state["state"], set(numbers)
+    state = {**state, "state": {n: held[n] for n in (*numbers, *(n for n in held if n not in listed)) if n in held}}
     if names == [str(number) for number in numbers]:
-        return dict(state)
+        return state
     name_of = dict(zip(numbers, names, strict=True))
     groups = [
         {**{k: v for k, v in group.items() if k != "param_names"}, "params": [name_of[i] for i in group["params"]]}
