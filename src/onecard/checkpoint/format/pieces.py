@@ -162,7 +162,9 @@ def _source(name: str, x: Any, alias: str | None) -> StateTensor:
         x = from_dtensor(x)
     if x.is_meta:
         raise CheckpointError(
-            f"tensor {name!r} {list(x.shape)} has no values yet (meta): materialize the module before it is saved"
+            f"tensor {name!r} {list(x.shape)} has no values (meta): materialize the module before it is saved. In a pipeline: it "
+            "was made anew, on this rank, of parameters that only other stages have. Change an average in place "
+            "(average.lerp_(p, 0.1)), or keep it as a module and update that in the recorded step"
         )
     if x.layout not in (torch.strided,) or x.is_quantized or getattr(x, "is_nested", False):
         raise CheckpointError(f"tensor {name!r} is sparse, nested or quantized: save x.to_dense() or x.dequantize()")
