@@ -43,7 +43,7 @@ OF_ALL_WORLDS = {
     ),
     "of objects, for as long as they live": (
         "comm.shm.group.alive", "fleet.gradients.merging._known", "fleet.gradients.scaling._resting",
-        "fleet.zero.whole._known", "fleet.zero.whole._wholes", "fleet.zero.whole.divided",
+        "train.judged._known", "fleet.zero.whole._wholes", "fleet.zero.whole.divided",
         "train.layer.replaced", "train.zero.optimizer._checked",
         "train.zero.last_hooks._ours", "train.zero.resume._seen", "train.zero.resume.sharders",
         "tensor.aliasing.memory.copies", "tensor.deferred.calls.records",
