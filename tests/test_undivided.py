@@ -50,6 +50,23 @@ def test_divided_work_is_not(stage, tp):
     assert run_ranks(_told, 2, stage, not tp, tp) == [[], []]
 
 
+def _of_gradients_by_hand() -> list[str]:
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        net = nn.Linear(4, 2)
+        oc.shard_layer(net, mesh)
+        optimizer = oc.shard_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+        for p in net.parameters():
+            p.grad = oc.from_local(torch.full(p.shape, oc.get_rank() + 1.0), mesh, [oc.Partial()])
+        optimizer.step()
+    return [str(w.message) for w in seen if "nothing is divided" in str(w.message)]
+
+
+def test_gradients_that_a_program_makes_of_what_ranks_have():
+    assert run_ranks(_of_gradients_by_hand, 2) == [[], []]
+
+
 def _of_fleet() -> list[str]:
     from onecard import fleet
 

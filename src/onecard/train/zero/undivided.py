@@ -24,6 +24,7 @@ def tell(params: Iterable[Any]) -> None:
         name: size for mesh in {p.mesh for p in held} for name, size in zip(mesh.dim_names, mesh.shape, strict=True)
     }
     idle = [name for name, size in sizes.items() if size > 1 and name not in divided.here and name not in _told.here]
+    idle = [name for name in idle if not any(_is_divided(p.grad, name) for p in held)]
     if not idle or faked.here or trace.faking() or world.alone.here:
         return
     _told.here.update(idle)
@@ -39,3 +40,11 @@ def tell(params: Iterable[Any]) -> None:
         f"computes all of it. {cure}",
         stacklevel=2,
     )
+
+
+def _is_divided(grad: Any, name: str) -> bool:
+    """Whether a gradient is cut or pending along an axis: one that a program makes of what ranks have, which no operator saw."""
+    if not isinstance(grad, DistTensor):
+        return False
+    pairs = zip(grad.mesh.dim_names, grad.placements, strict=True)
+    return any(axis == name and not where.is_replicate() for axis, where in pairs)
