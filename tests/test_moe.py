@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import fleet
 from onecard.comm.issue.blocks import turned as turned_blocks
+from onecard.comm.issue.ranks import of_ranks
 from onecard.fleet.experts import batch as batches
 from onecard.fleet.experts import layer as layers
 from onecard.fleet.gradients import holders
@@ -400,3 +401,24 @@ def test_all_tokens_go_to_one_rank(how: str) -> None:
     """Whose experts have no token knows of what dtype and width the others' results are."""
     one, other = run_ranks(all_to_one_rank, 2, how)
     assert one == other and one[1] == [2, 3, 6 if how == "narrower" else 8] and one[2:] == [True, True]
+
+
+def all_on_one_rank() -> Tensor:
+    """A mixture of which only the first rank has experts: outputs, beside those of one card."""
+    begin(dp=2, ep=2)
+    torch.manual_seed(0)
+    experts = [nn.Linear(8, 8) for _ in range(2)]
+    gate = {"type": "topk", "top_k": 1}
+    torch.manual_seed(1)
+    alone = mp.MoELayer(8, experts, gate, moe_group=of_ranks([oc.get_rank()]))
+    torch.manual_seed(1)
+    moe = mp.MoELayer(8, experts if oc.get_rank() == 0 else [], gate)
+    x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(2)).chunk(2)[oc.get_rank()]
+    y = moe(x)
+    y.square().mean().backward()
+    return (y - alone(x)).abs().max()
+
+
+def test_a_rank_without_an_expert() -> None:
+    for apart in run_ranks(all_on_one_rank, 2):
+        assert apart < 1e-6

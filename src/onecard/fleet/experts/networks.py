@@ -79,7 +79,9 @@ class ExpertList(nn.Module):
 
         No expert takes part in backward for it, and none notes statistics.
         """
-        expert = self[0]
+        expert = next(iter(self), None)
+        if expert is None:  # a rank with no expert at all
+            return rows
         buffers = {name: buffer.clone() for name, buffer in expert.named_buffers()}
         try:
             with torch.no_grad():
