@@ -425,6 +425,37 @@ def merging() -> None:
     ):
         merged(clips)
 
+    cleared_by_the_model()
+
+
+class OwnClearing(nn.Linear):
+    """Counts how often it is cleared."""
+
+    times = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.times += 1
+        super().zero_grad(set_to_none)
+
+
+def cleared_by_the_model() -> None:
+    """In the middle of a cycle only what waits stays; outside of one a module's own ``zero_grad`` is called."""
+    model = fleet.distributed_model(OwnClearing(3, 2))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD([model.module.weight], lr=0.1))
+    model.clear_gradients()
+    assert model.module.times == 1
+    for to_none in (False, True):
+        model(data(2, 3)).sum().backward()
+        optimizer.step()
+        waits, other = model.module.weight.grad.clone(), model.module.bias.grad
+        model.zero_grad(to_none)
+        assert torch.equal(model.module.weight.grad, waits) and (model.module.bias.grad is None) == to_none
+        assert to_none or (model.module.bias.grad is other and not other.any())
+        model(data(2, 3)).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+        assert model.module.weight.grad is None
+
 
 def merged(clips: str) -> None:
     """Two microbatches for each step, with a schedule, clipping and a scaler that a script calls for each microbatch."""

@@ -227,3 +227,13 @@ def test_every_family_is_measured() -> None:
         k.value for d in ast.walk(source) if isinstance(d, ast.Dict) for k in d.keys if isinstance(k, ast.Constant)
     }
     assert kept <= named, kept - named
+
+
+def test_a_link_that_cannot_be() -> None:
+    for given, message in (
+        ((1e-5, 0.0), "bandwidth .* more than 0, not 0.0"),
+        ((-1, 1e9), "latency .* 0 or more, not -1"),
+    ):
+        with pytest.raises(CostError, match=f"Link: {message}"):
+            oc.Link(*given)
+    assert oc.Link(0, 10).seconds(20) == 2.0

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from numbers import Real
 from operator import ge, gt
 from typing import Any
 
@@ -37,7 +38,8 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        _check("Link", {"bandwidth": self.bandwidth}, {"latency": self.latency})
+        if not (type(self.bandwidth) is type(self.latency) is float and self.bandwidth > 0 <= self.latency):
+            _check("Link", {"bandwidth": self.bandwidth}, {"latency": self.latency})  # links are made by the message
 
     def seconds(self, sent: float) -> float:
         """Of a message of ``sent`` bytes; none if there is nothing to send."""
@@ -239,7 +241,7 @@ def _check(kind: str, rates: Mapping[str, Any], amounts: Mapping[str, Any]) -> N
     """Rates, by which is divided, are more than 0; amounts are 0 or more."""
     for given, wanted, fits in ((rates, "more than 0", gt), (amounts, "0 or more", ge)):
         for name, value in given.items():
-            if not (isinstance(value, int | float) and fits(value, 0)):
+            if not (isinstance(value, Real) and fits(value, 0)):
                 raise CostError(f"{kind}: {name} has to be a number that is {wanted}, not {value!r}")
 
 

@@ -88,16 +88,23 @@ def looks_at(optimizer: Optimizer, number: int, params: Sequence[Tensor]) -> Loo
     return known[number]
 
 
-def takes_whole(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Whether it is given whole parameters for this part of one, so that its states are whole, too."""
-    for number, group in enumerate(optimizer.param_groups):
-        if any(p is parameter for p in group["params"]):
-            cut = [p for p in group["params"] if (g := held(p).group) is not None and g.size > 1]
-            return any(p is parameter for p in cut) and looks_at(optimizer, number, cut) is not Looks.NUMBERS
-    return False
+def cut_in(group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of a group of which each rank has a part."""
+    return [p for p in group["params"] if (ranks := held(p).group) is not None and ranks.size > 1]
 
 
-def keeps_parameters(optimizer: torch.optim.Optimizer) -> bool:
+def taken_whole(optimizer: Optimizer) -> list[Tensor]:
+    """The parts of parameters that an optimizer is given whole, so that its states are whole, too."""
+    groups = [cut_in(group) for group in optimizer.param_groups]
+    return [
+        p
+        for number, cut in enumerate(groups)
+        if cut and looks_at(optimizer, number, cut) is not Looks.NUMBERS
+        for p in cut
+    ]
+
+
+def keeps_parameters(optimizer: Optimizer) -> bool:
     """Whether it holds its parameters elsewhere than in its groups, and would not see others that take their places."""
     lists = {id(group["params"]) for group in optimizer.param_groups}
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -257,8 +257,9 @@ def by_name(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     States are in the order of the parameters: in a pipeline each rank has made its own stage's first.
     """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    held, listed = state["state"], set(numbers)
-    state = {**state, "state": {n: held[n] for n in (*numbers, *(n for n in held if n not in listed)) if n in held}}
+    place = {number: i for i, number in enumerate(numbers)}
+    states = dict(sorted(state["state"].items(), key=lambda item: place.get(item[0], len(place))))
+    state = {**state, "state": states}
     if names == [str(number) for number in numbers]:
         return state
     name_of = dict(zip(numbers, names, strict=True))

@@ -23,7 +23,7 @@ from onecard.checkpoint.reader.groups import by_text, group_names, members
 from onecard.checkpoint.reader.virtual import Virtual
 from onecard.comm.world import world
 from onecard.errors import CheckpointError
-from onecard.train.judged import takes_whole
+from onecard.train.judged import taken_whole
 from onecard.train.shard import Shard
 from onecard.train.zero.resume import place_for
 
@@ -250,9 +250,9 @@ class StateWalk:
         own = target.state_dict()
         below = tree.children(node) or {}
         saved = by_text(below.get("state"))
-        states: dict[int, Any] = {}
+        states, whole = dict[int, Any](), {*map(id, taken_whole(target))}
         for number, (name, param) in enumerate(zip(names, params, strict=True)):
-            state = self._state(saved.get(name, _NOTHING), tree.join(path, f"state.{name}"), target, param)
+            state = self._state(saved.get(name, _NOTHING), tree.join(path, f"state.{name}"), target, param, whole)
             if state is not None:
                 states[number] = state
         groups = self._groups(own["param_groups"], dict(enumerate(names)), below.get("param_groups"), path)
@@ -262,7 +262,7 @@ class StateWalk:
         self.last.append(lambda: target.load_state_dict({**own, **more, "state": states, "param_groups": groups}))
         return target
 
-    def _state(self, node: Any, path: str, optimizer: Optimizer, param: Any) -> dict[str, Any] | None:
+    def _state(self, node: Any, path: str, optimizer: Optimizer, param: Any, whole: set[int]) -> Any:
         """A parameter's states: each in the layout that the optimizer gives it, in the memory of the one that is there."""
         below = tree.children(node) if node is not _NOTHING else None
         if below is None:  # its name is another one now: what has been joined or cut has tensors only
@@ -270,7 +270,7 @@ class StateWalk:
             below = {n[len(prefix) :]: {tree.KIND: "tensor", "name": n} for n in self.tensors if n.startswith(prefix)}
             if not below:
                 return None
-        there, whole = optimizer.state.get(param, {}), takes_whole(optimizer, param)
+        there = optimizer.state.get(param, {})
         made = {}
         for key, item in below.items():
             name = tree.join(path, key)
@@ -278,7 +278,7 @@ class StateWalk:
                 made[key] = self.made(item, name)
                 continue
             found = self.tensors[name]
-            part = None if whole else self.names.entry(param).part
+            part = None if id(param) in whole else self.names.entry(param).part
             if part is None or found.shape != tuple(part.shape):
                 made[key] = place_for(optimizer, key, param, there.get(key), found.shape, found.dtype)
                 self.want(name, made[key])

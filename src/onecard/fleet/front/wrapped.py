@@ -135,7 +135,7 @@ class DistributedModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's: under gradient_merge gradients stay that wait for a k-th step."""
-        merging.clear(self.module, set_to_none)
+        merging.clear(self.module, self.module.zero_grad, set_to_none)
 
     def clear_gradients(self) -> None:
         """``zero_grad()``."""

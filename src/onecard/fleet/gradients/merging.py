@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -86,16 +85,20 @@ def merges(optimizer: Optimizer) -> bool:
     return optimizer in _known
 
 
-def clear(model: nn.Module, set_to_none: bool = True) -> None:
-    """A model's ``zero_grad()``: gradients that wait for a k-th call of their optimizer's ``step`` stay, as by its own."""
+def clear(model: nn.Module, zero_grad: Callable[[bool], None], set_to_none: bool) -> None:
+    """A model's ``zero_grad``: gradients that wait for a k-th call of their optimizer's ``step`` stay, as by its own."""
     mine = [p for o, known in [*_known.items()] if known.is_begun() for p in gradients.of_optimizer(o)]
     begun = {id(x) for p in mine for x in (p, trained(p))}
     if not begun:
-        nn.Module.zero_grad(model, set_to_none)
+        zero_grad(set_to_none)
         return
     for p in model.parameters():
-        if id(p) not in begun and p.grad is not None:
-            p.grad = None if set_to_none else torch.zeros_like(p.grad)
+        if id(p) in begun:
+            continue
+        if set_to_none:
+            p.grad = None
+        elif p.grad is not None:
+            p.grad.detach().zero_()
 
 
 @contextmanager

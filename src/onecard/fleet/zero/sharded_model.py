@@ -207,7 +207,7 @@ class GroupShardedModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's: under gradient_merge gradients stay that wait for a k-th step."""
-        merging.clear(self, set_to_none)
+        merging.clear(self, super().zero_grad, set_to_none)
 
     def clear_gradients(self) -> None:
         """``zero_grad()``."""

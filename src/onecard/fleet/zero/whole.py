@@ -14,7 +14,7 @@ from onecard.errors import FleetError, RecordingError
 from onecard.fleet.gradients import pending
 from onecard.fleet.gradients import sums as gradients
 from onecard.tensor import DistTensor
-from onecard.train.judged import Looks, keeps_parameters, looks_at
+from onecard.train.judged import Looks, cut_in, keeps_parameters, looks_at
 from onecard.train.shard import held
 
 divided: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
@@ -50,7 +50,7 @@ def end(optimizer: Optimizer) -> None:
 
 def _looked_at(optimizer: Optimizer, number: int, group: dict[str, Any]) -> list[Tensor]:
     """The parts in a group of which the optimizer needs the whole."""
-    cut = [p for p in group["params"] if (g := held(p).group) is not None and g.size > 1]
+    cut = cut_in(group)
     staged = any(gradients.in_stages(p) for p in group["params"][:1])
     if not cut and not staged:
         return []

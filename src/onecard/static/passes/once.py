@@ -66,12 +66,12 @@ class Once:
                 self.own.add(node)
             elif node.op == "call_function":
                 self._sort(node, i > end)
-        self._find_filled(nodes[end + 1 :])
+        self._join_tail(nodes[end + 1 :])
         self.head = self._find_head([n for n in nodes if n.op == "call_function"])
         self._find_same(nodes)
 
-    def _find_filled(self, late: list[fx.Node]) -> None:
-        """What is made behind all backward passes for what runs once alone: of parameters, or of their dims."""
+    def _join_tail(self, late: list[fx.Node]) -> None:
+        """What only the tail reads, behind all backward passes, runs once, too: what is made of parameters, or of their dims."""
         for node in reversed(late):
             if node.op != "call_function" or not node.users or not all(user in self.tail for user in node.users):
                 continue
