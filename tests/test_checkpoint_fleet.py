@@ -272,7 +272,7 @@ def states_of_others(root: Path) -> None:
     assert equal(dict(other.state_dict()), dict(average.state_dict()))
 
     group = fleet.get_hybrid_communicate_group().group("mp")
-    layers = [fleet.meta_parallel.RowParallelLinear(4, 2, has_bias=True, input_is_parallel=False) for _ in range(2)]
+    layers = [fleet.meta_parallel.ColumnParallelLinear(4, 6, has_bias=True, gather_output=True) for _ in range(2)]
     wholes = [torch.optim.Adafactor(layer.parameters(), 0.01) for layer in layers]  # which has whole states of parts
     for i, (layer, whole) in enumerate(zip(layers, wholes, strict=True)):
         for step in range(1 if i else 0, 2):
