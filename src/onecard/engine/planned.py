@@ -69,7 +69,7 @@ class PlannedStep:
 
     def _begun(self, args: Any, kwargs: Any) -> api.Static:
         with all_or_none(name_of(self.fn), "plan", self._ranks):
-            parts = parts_of_step(self.fn, args, kwargs)
+            parts = parts_of_step(self.fn, args, kwargs, bool(self._options.get("ask")))
             model, optimizers = parts.model, parts.optimizers
             if self.plan is None:
                 self.plan = _found(parts)

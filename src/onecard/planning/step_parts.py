@@ -18,6 +18,7 @@ from onecard.planning.program import HeardProgram
 from onecard.static.api import Static
 from onecard.static.call import flat, name_of, roots_given
 from onecard.static.capture.capture import Capture
+from onecard.static.capture.questions import AskedOfWhole
 from onecard.static.capture.unmade import left_unmade
 from onecard.tensor.random_operators.one_card import one_card_random
 from onecard.train.lazy import refuse_lazy
@@ -57,11 +58,14 @@ class StepParts:
     loss: Callable[..., Tensor]
 
 
-def parts_of_step(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> StepParts:
+def parts_of_step(
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, ask: bool = False
+) -> StepParts:
     """A step, as ``to_static`` is given it, taken apart. It runs once without data: nothing is computed, changed or sent.
 
     Args:
         step: forward, one ``backward()`` of a loss, the optimizers; args, kwargs: what it is called with.
+        ask: values that it reads are computed of the arguments, which have data.
 
     Raises:
         PlanError: it trains several models, calls ``backward()`` more than once, or not behind a model.
@@ -74,11 +78,12 @@ def parts_of_step(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
         if isinstance(module, nn.Module):
             refuse_lazy(module, f"plan: {name}", PlanError)
     with left_unmade():
-        return _parts(name, fn, leaves, names, tree)
+        capture = Capture(leaves, names, roots_given(fn, leaves), ask, replayed=False)
+        capture.recorder.answers = AskedOfWhole(leaves, alone=False) if ask else None
+        return _parts(name, fn, leaves, names, tree, capture)
 
 
-def _parts(name: str, fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any) -> StepParts:
-    capture = Capture(leaves, names, roots_given(fn, leaves), replayed=False)
+def _parts(name: str, fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, capture: Capture) -> StepParts:
     rows = next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 0)
     undo, program = capture.undone(sketched=True), HeardProgram(rows=rows)
 

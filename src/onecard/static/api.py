@@ -238,11 +238,12 @@ class Static:
         given: Any = given_to(bound, leaves) if tree == bound.recording.call else MISS
         if given is MISS:
             return MISS
-        if self._sketched:
-            if not self._in_turn(bound, given):
-                return ANEW
-            bound.checks.sketched(functools.partial(sketched_again, self.fn, leaves, names, tree, self._options))
-            if not bound.checks.found:
+        if self._sketched and not self._in_turn(bound, given):
+            return ANEW
+        if bound.checks.without_data:
+            asked = bound.checks.asked
+            bound.checks.sketched(functools.partial(sketched_again, self.fn, leaves, names, tree, self._options, asked))
+            if not self._sketched or not bound.checks.found:
                 return bound.replay(args, kwargs)
             self._drop(bound)
             return MISS

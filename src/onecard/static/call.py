@@ -20,6 +20,7 @@ from onecard.comm.issue.groups import Group
 from onecard.errors import OnecardError, RecordingError
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
+from onecard.static.capture.questions import WholeQuestions
 from onecard.static.capture.script import StepScript
 from onecard.static.capture.unmade import left_unmade, make_all
 from onecard.static.guards.before import changed_itself, still_before
@@ -27,13 +28,14 @@ from onecard.static.guards.numbers import plain
 from onecard.static.passes import RewrittenGraph, StaticOptions, fitting, rewritten, withheld
 from onecard.static.passes.additive import Additive, Verdict
 from onecard.static.passes.dependence import Doubt
-from onecard.static.passes.microbatches import BatchRows, Microbatches
+from onecard.static.passes.microbatches import BatchRows, Microbatches, asks_of_batch
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import ReplayTurn, all_or_none, check_agreed, together
 from onecard.static.run.bound import BoundRecording, kinds_of
 from onecard.static.run.difference import between
 from onecard.static.run.elsewhere import check_begins, make_room
 from onecard.static.run.rechecked import Checks
+from onecard.static.step import refusals
 from onecard.static.step.step import AnyStep, Output
 from onecard.static.whole_batch import WholeBatch, calls_of
 
@@ -78,6 +80,8 @@ class _Written:
     late: Sequence[Doubt]
     ranks: tuple[int, ...]
     """Those that record a step together, so that none can go on where one fails."""
+    without_data: bool
+    """Whether it was written down without being done."""
 
 
 def recorded(
@@ -127,6 +131,8 @@ def _recorded(
     if batch is not None:
         rows = batch.rows if sketched else lambda: whole
         recording = batch.parts.merged(recording, leaves, rows, seen=found[0].seen, more=found[0].late)
+        if batch.asked is not None:
+            batch.asked.noted(recording, capture)
     alike, lines = _alike(recording, options, ranks)
     with all_or_none(name, "bind", ranks) if sketched else nullcontext():
         before, recording = recording.graph, recording.with_graph(alike.graph)
@@ -150,6 +156,8 @@ def _recorded(
                 still = still_before(capture.before, capture.places.roots)
                 recording.bound = BoundRecording(recording, roots, kinds, still, turn)
                 recording.bound.checks = Checks(capture.script, together(found[0].ranks) if sketched else lines)
+                recording.bound.checks.without_data = found[0].without_data
+                recording.bound.checks.asked = None if batch is None else batch.asked
                 recording.bound.reading(capture.seen)
                 if sketched:
                     check_begins(recording.bound, leaves, names)
@@ -163,12 +171,39 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{name_of(fn)}: recording in inference mode; use torch.no_grad()")
     parts = options.microbatches
+    sketched = parts is not None and parts.sketched
+    try:
+        made = _run(fn, leaves, names, tree, options, sketched)
+        if parts is None or not asks_of_batch(made.recording):
+            return made
+    except refusals.ReadsDataError:
+        if parts is None or (sketched and not options.ask):
+            raise
+    # A microbatch has no answer for its batch, and each has one of its own. Without data libraries do not ask for what only saves
+    # them work, as whether a mask leaves all. What is still asked is asked of the whole batch.
+    roots = roots_given(fn, leaves)
+    batch = WholeBatch(name_of(fn), fn, leaves, names, tree, roots, options, parts)
+    return _run(fn, leaves, names, tree, options, True, batch.questions() if options.ask else None)
+
+
+def _run(
+    fn: Any,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    tree: Any,
+    options: StaticOptions,
+    without_data: bool,
+    asked: WholeQuestions | None = None,
+) -> _Written:
+    """One run. ``without_data``: of a step in microbatches, without doing it; ``asked``: what its whole batch is asked."""
+    parts = options.microbatches
     first = leaves if parts is None else parts.first(leaves, names)
     name, roots = name_of(fn), roots_given(fn, leaves)
-    batch = None if parts is None else WholeBatch(name, fn, leaves, names, tree, roots, options, parts)
+    batch = None if parts is None else WholeBatch(name, fn, leaves, names, tree, roots, options, parts, asked)
     capture = Capture(first, names, roots, options.ask, options.replayed, options.rows)
+    capture.recorder.answers = None if asked is None else asked.again()
     looker = Additive(first) if parts is not None and parts.avg is None else None
-    undo = None if parts is None else capture.undone(parts.sketched)
+    undo = None if parts is None else capture.undone(without_data)
     fault: Exception | None = None
     try:
         around = nullcontext() if parts is None else parts.around()
@@ -185,7 +220,8 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
         if undo is not None:
             undo.back(counts=fault is None)
     if fault is not None:
-        if batch is not None and (batch.parts.sketched or not isinstance(fault, OnecardError)):
+        ours = isinstance(fault, refusals.ReadsDataError) or (isinstance(fault, OnecardError) and not without_data)
+        if batch is not None and not ours:
             batch.said(fault)
         raise fault
     _check_backward(recording)
@@ -198,7 +234,8 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
         late = batch.late(recording, calls, whole, first)
         if looker is not None:
             looker.verdict.noted.clear()  # values, which Python's collector would be waited for
-    return _Written(capture, recording, result, batch, seen, late, () if parts is None else parts.everyone(recording))
+    everyone = () if parts is None else parts.everyone(recording)
+    return _Written(capture, recording, result, batch, seen, late, everyone, without_data)
 
 
 def _check_repeated(capture: Capture, name: str, parts: Microbatches | None) -> None:
@@ -249,15 +286,21 @@ def _alike(
 
 
 def sketched_again(
-    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions, was: StepScript
+    fn: Any,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    tree: Any,
+    options: StaticOptions,
+    asked: WholeQuestions | None,
+    was: StepScript,
 ) -> str:
-    """What differs, in words, between a step that is cut into stages and what was written down of it; "" if nothing does.
+    """What differs, in words, between a step and what was written down of it without data; "" if nothing does.
 
-    No rank can run it. It is written down once more, without being done: nothing is computed, changed or sent.
+    It is written down once more, without being done: nothing is computed, changed or sent.
     """
     assert options.microbatches is not None
     with left_unmade():
-        return _sketched_again(fn, leaves, names, tree, options, options.microbatches, was)
+        return _sketched_again(fn, leaves, names, tree, options, options.microbatches, was, asked)
 
 
 def _sketched_again(
@@ -268,10 +311,12 @@ def _sketched_again(
     options: StaticOptions,
     parts: Microbatches,
     was: StepScript,
+    asked: WholeQuestions | None,
 ) -> str:
     first = parts.first(leaves, names)
     capture = Capture(first, names, roots_given(fn, first), options.ask, options.replayed)
-    undo = capture.undone(parts.sketched)
+    capture.recorder.answers = None if asked is None else asked.again()  # the guards hold: the batch gives the same
+    undo = capture.undone(sketched=True)
     try:
         with autocast(options.dtype, leaves), parts.around():
             result = capture.run(fn, tree)

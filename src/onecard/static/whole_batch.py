@@ -15,6 +15,7 @@ from onecard.comm.base.record import user_line
 from onecard.errors import OnecardError, RecordingError
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
+from onecard.static.capture.questions import Answers, AskedOfWhole, WholeQuestions
 from onecard.static.guards.held import HeldValues
 from onecard.static.passes.additive import Additive, Verdict
 from onecard.static.passes.dependence import Doubt
@@ -53,6 +54,7 @@ class WholeBatch:
 
     Attributes:
         name: of the step; ``roots``: modules and optimizers that it names.
+        asked: what it asks of values of the batch, if that is known.
     """
 
     name: str
@@ -63,18 +65,43 @@ class WholeBatch:
     roots: list[tuple[str, Any]]
     options: StaticOptions
     parts: Microbatches
+    asked: WholeQuestions | None = None
 
     def rows(self) -> BatchRows:
         """How long the results of the whole batch are."""
         return rows_of(tree_unflatten(self.leaves, self.tree), self._look(self.leaves)[0])
 
+    def questions(self) -> WholeQuestions:
+        """What the step asks of values of the batch, by a look at all of it.
+
+        Raises:
+            RecordingError: what it needs for an answer is not there before it runs.
+        """
+        answers = AskedOfWhole(self.leaves, self.parts.sketched)
+        capture = self._capture(self.leaves, answers)
+        self._run(capture)
+        if answers.questions and self.parts.avg:
+            warnings.warn(
+                f"{self.name}: avg=True means a loop over microbatches, and {answers.questions[0].line} asks for values of the "
+                "batch: the whole batch is asked, and all its microbatches go that way",
+                stacklevel=7,
+            )
+        return WholeQuestions(answers.questions, capture)
+
     def _look(self, leaves: Sequence[Any], looker: Additive | None = None) -> tuple[Any, list[CallEntry]]:
         """What the step returns, of the whole batch or a part of it, and what it calls."""
+        return self._run(self._capture(leaves, None if self.asked is None else self.asked.again()), looker)
+
+    def _capture(self, leaves: Sequence[Any], answers: Answers | None) -> Capture:
         capture = Capture(leaves, self.names, self.roots, self.options.ask)
+        capture.recorder.answers = answers
+        return capture
+
+    def _run(self, capture: Capture, looker: Additive | None = None) -> tuple[Any, list[CallEntry]]:
         capture.leaves_nothing = True
         undo = capture.undone(sketched=True)
         try:
-            with autocast(self.options.dtype, leaves), self.parts.around(), looker or nullcontext():
+            with autocast(self.options.dtype, capture.leaves), self.parts.around(), looker or nullcontext():
                 result = capture.run(self.fn, self.tree)
             if looker is not None:
                 looker.returned(result)

@@ -9,6 +9,7 @@ from torch import fx
 
 from onecard import recorded
 from onecard.comm.base.state import faked
+from onecard.static.capture.questions import Answers
 from onecard.static.capture.sketch import Sketch
 from onecard.static.guards import reads
 from onecard.static.guards.numbers import Number
@@ -22,11 +23,13 @@ class ValueReads(recorded.Listener):
     Attributes:
         reads: what was read, and by which node.
         ask: values of data may be read: they become conditions.
+        answers: who gives them instead, where a batch or a part of it is looked at.
         guesses: what modules and hooks read of data is guessed: the recording is only looked at.
     """
 
     reads: list[tuple[Any, fx.Node]]
     ask: bool
+    answers: Answers | None = None
     guesses: bool
     calls: int
     known: set[float]
@@ -60,12 +63,12 @@ class ValueReads(recorded.Listener):
         within = here["inside"] or here["phase"] == "backward"  # of backward only hooks are Python
         if self.guesses and (within if data else faked.here):  # without data constants have none
             return reads.guessed(func, args)
-        if data and not self.ask:
+        if data and not (self.ask and (self.sketch is None or self.answers is not None)):
             raise refusals.reads_data("its value is read on the host (.item(), bool(), float(), an if, a print)")
-        if data and self.sketch is not None:
-            raise refusals.reads_data(
-                "ask=True asks for its value, and a step that is cut into stages is written down before it runs"
-            )
+        if data and self.answers is not None:
+            made = self._put(reads.VALUES[func], given, named)
+            made.meta["data"] = data
+            return self.answers.answer(self, func, made)
         value = func(*args, **kwargs)
         made = self._put(reads.VALUES[func], given, named)
         made.meta["data"] = data

@@ -10,7 +10,7 @@ from torch import fx
 
 from onecard._torch.names import OpOverload
 from onecard.errors import RecordingError
-from onecard.static.step.writes import written_by
+from onecard.static.step.memory import GraphMemory
 
 
 def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, tuple[bool, ...]]:
@@ -20,7 +20,8 @@ def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, 
     """
     if not conditions:
         return None, ()
-    needed = _needed(graph, [a for _, args, _ in conditions for a in args if isinstance(a, fx.Node)])
+    memory = GraphMemory(graph)
+    needed = _needed(graph, [a for _, args, _ in conditions for a in args if isinstance(a, fx.Node)], memory)
     drawn = next((n for n in graph.nodes if n in needed and _draws(n)), None)
     if drawn is not None:
         raise RecordingError(
@@ -28,7 +29,7 @@ def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, 
             f"{drawn.meta.get('line') or 'an unknown line'}, which cannot be drawn before a replay to ask for it. Return the "
             "tensor and read it outside of the step; a layer that is dropped at random: with torch.where, or a rate of 0"
         )
-    written = {w for node in needed for w in written_by(node)}
+    written = {root for node in needed for root in memory.writes.get(node, ())}
     made, names = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -60,10 +61,9 @@ def _rate(node: fx.Node, func: OpOverload) -> Any:
     return None
 
 
-def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that these depend on, through memory as well."""
+def _needed(graph: fx.Graph, wanted: Sequence[fx.Node], memory: GraphMemory) -> set[fx.Node]:
+    """The nodes that these depend on, through memory as well, whichever view of it was written to."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    writers = [(node, written) for node in graph.nodes for written in written_by(node)]
     found: set[fx.Node] = set()
     left = [(node, order[node]) for node in wanted]
     while left:
@@ -71,5 +71,5 @@ def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
         if node not in found:
             found.add(node)
             left += [(n, order[node]) for n in node.all_input_nodes]
-        left += [(w, order[w]) for w, written in writers if written is node and order[w] < until and w not in found]
+        left += [(w, order[w]) for w in memory.writers_to(node) if order[w] < until and w not in found]
     return found

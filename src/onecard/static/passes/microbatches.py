@@ -299,6 +299,11 @@ def _is_cut(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0
 
 
+def asks_of_batch(recording: RecordedStep) -> list[fx.Node]:
+    """The calls by which a step that asks for values (``ask``) begins to look at its batch."""
+    return [] if recording.conditions is None else [u for n in recording.conditions.nodes if cut(n) for u in n.users]
+
+
 def check_mergeable(recording: RecordedStep) -> None:
     """Whether a step can run on microbatches: it makes its gradients, and asks for no value of its batch."""
     if found := [i.name for i in recording.inputs if i.kind == "gradient"]:
@@ -306,8 +311,7 @@ def check_mergeable(recording: RecordedStep) -> None:
             f"k_steps: the step adds to {found[0]}, which was there before it: call optimizer.zero_grad() in the step, before "
             "backward() or after optimizer.step(), not with set_to_none=False"
         )
-    asks = [] if recording.conditions is None else [u for n in recording.conditions.nodes if cut(n) for u in n.users]
-    if asks:
+    if asks := asks_of_batch(recording):
         where = next((f": {words(u)}" for u in asks if u.meta.get("line")), "")
         raise RecordingError(
             f"k_steps: the step asks (ask=True) about values of its batch{where}. Each microbatch has its own, and may go "

@@ -14,6 +14,7 @@ from typing import Any
 
 from onecard.comm.agree import sparse_check
 from onecard.comm.issue.groups import Group
+from onecard.static.capture.questions import WholeQuestions
 from onecard.static.capture.script import StepScript
 from onecard.static.run.agreed import anybody
 from onecard.static.run.follower import Follower
@@ -85,7 +86,11 @@ class Checks:
         calls: how many there were, the recorded one and the one before it included; ``due``: which is compared next.
         script: what was recorded; ``lines``: the groups of its messages, whose ranks compare at the same calls.
         found: what was not as it was recorded.
+        without_data: whether it was written down without being done; ``asked``: what was asked of its whole batch then.
     """
+
+    without_data = False
+    asked: WholeQuestions | None = None
 
     def __init__(self, script: StepScript | None, lines: Sequence[Group]) -> None:
         self.script, self.lines = script, lines
@@ -110,7 +115,7 @@ class Checks:
         return result
 
     def sketched(self, again: Callable[[StepScript], str]) -> None:
-        """Of a step that nobody can run: ``again`` writes it down once more, and says what differs."""
+        """Of a step that was not done: ``again`` writes it down once more, and says what differs."""
         self.due = next_sketch(self.calls + 1) - 1
         if self.script is not None and sparse_check.on.here:
             self._agree(again(self.script))

@@ -11,6 +11,11 @@ from torch import Tensor
 from onecard.comm.base import record
 from onecard.errors import RecordingError
 
+
+class ReadsDataError(RecordingError):
+    """Python reads a value of data, which another call of the step would have another of."""
+
+
 _READS = "Read values outside of the recorded step: return the tensor and call .item() on what the step gives"
 
 
@@ -27,35 +32,44 @@ def shape_depends(func: Any) -> RecordingError:
     )
 
 
-def _ctc() -> RecordingError:
-    return RecordingError(
+def _ctc() -> ReadsDataError:
+    return ReadsDataError(
         f"CTC loss at {record.user_line()}: torch's kernel keeps a table that is as large as lengths and labels say, so that no "
         "recording has it. Run the step as it is: oc.parallelize(model, optimizer, plan=oc.Plan(dp=oc.get_world_size())), or "
         "onecard run --auto; or take the loss and backward() outside of the recorded step"
     )
 
 
-def reads_data(why: str) -> RecordingError:
+def reads_data(why: str) -> ReadsDataError:
     """The error for a value that decides what Python does."""
     if _is_read_in("onecard.train.modules.ctc"):
         return _ctc()
     if _is_read_in("torch.amp.grad_scaler"):
-        return RecordingError(
+        return ReadsDataError(
             f"GradScaler.step at {record.user_line()} reads on the host whether a gradient is infinite, so that a recording "
             "would repeat this step's answer. Let the optimizer skip by itself: torch.optim.AdamW(..., fused=True), also Adam, "
             "SGD and Adagrad. Without stages and microbatches onecard.to_static(step, ask=True) reads it before each replay, too"
         )
     if _is_read_in("torch.distributions.distribution"):
-        return RecordingError(
+        return ReadsDataError(
             f"torch.distributions at {record.user_line()} reads on the host whether what it is given is valid, so that a "
             "recording would repeat this step's answer. Leave it out: torch.distributions.Normal(mean, scale, "
-            "validate_args=False), or Distribution.set_default_validate_args(False) for all of them. Without stages and "
-            "microbatches onecard.to_static(step, ask=True) asks it before each replay, too"
+            "validate_args=False), or Distribution.set_default_validate_args(False) for all of them. "
+            "onecard.to_static(step, ask=True) asks it before each replay, too"
         )
-    return RecordingError(
+    return ReadsDataError(
         f"a tensor that depends on data at {record.user_line()}: {why}, so that a recording would repeat what this step's value "
         f"has led to. {_READS}; in place of a branch write torch.where(condition, a, b), in place of max(x, 0.0) "
         "torch.clamp(x, min=0). What a library reads: onecard.to_static(step, ask=True) computes it before each replay"
+    )
+
+
+def not_of_batch(line: str, why: str) -> RecordingError:
+    """The error for a value that a step in microbatches or stages asks for (``ask``), and that its batch alone does not give."""
+    return RecordingError(
+        f"a value is read on the host at {line} (in an if, an int(), by a library). Microbatches and stages go the way of the "
+        f"whole batch, which is asked before they begin; {why}. Decide by the arguments of the step, or outside of it; or take "
+        "the batch as it is (one microbatch, no pipeline)"
     )
 
 
