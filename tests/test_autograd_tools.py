@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fa
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from twins import MESH
 
 import onecard as oc
+from onecard.errors import LayoutError
 from onecard.testing import assert_close, multirank
 
 Put = Callable[..., Any]  # lays a tensor out along a dim, or leaves it plain
@@ -276,3 +279,36 @@ def same(found: Any, expected: Any) -> None:
         assert_close(found, expected)
     else:
         assert found == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_forward_mode() -> None:
+    """Of distributed tensors it is torch's; what would lose a tangent is refused."""
+    mesh, (x, v, w) = oc.ProcessMesh([0], ["x"]), torch.randn(3, 6, 4).unbind()
+    lay = lambda t: oc.shard_tensor(t, mesh, [oc.Shard(0)])  # noqa: E731
+    with fa.dual_level():
+        plain = fa.make_dual(x, v)
+        wanted = fa.unpack_dual(F.linear(plain.sin(), w) + torch.matmul(plain[None], w.t())).tangent
+        dual = fa.make_dual(lay(x), lay(v))
+        found = fa.unpack_dual(F.linear(dual.sin(), lay(w)) + torch.matmul(dual[None], lay(w).t())).tangent
+        torch.testing.assert_close(oc.unshard(found), wanted)
+        with pytest.raises(LayoutError, match=r"shard_tensor.*: a dual tensor .* would lose its tangent"):
+            lay(plain)
+        assert lay(x).shape == x.shape  # a constant
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_forward_mode_under_a_plan() -> None:
+    torch.manual_seed(0)
+    model, (x, v) = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(2, 6, 4).unbind()
+
+    def tangent() -> Tensor:
+        with fa.dual_level():
+            made = fa.unpack_dual(2 * fa.make_dual(x, v) + model(fa.make_dual(x, v))).tangent.detach()
+        return oc.unshard(made) if isinstance(made, oc.DistTensor) else made
+
+    wanted = tangent()
+    oc.parallelize(model, torch.optim.SGD(model.parameters(), 0.1), plan=oc.Plan(dp=1, tp=1))
+    torch.testing.assert_close(tangent(), wanted)
+    model(x).sum().backward()  # it is laid out by now
+    torch.testing.assert_close(tangent(), wanted)

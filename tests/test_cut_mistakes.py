@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
@@ -70,6 +71,30 @@ def trained(
 
     run = oc.to_static(step, stages=how.pop("stages", None) or oc.Stages(**how))
     return [run(torch.full((rows, 4), one), torch.arange(rows) % 3).item() for _ in range(2)]
+
+
+def sends(what: str) -> list[float]:
+    """Steps of a pipeline with a message of the program's own, as programs have that divided their data by hand."""
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        for p in model.parameters() if what == "gradients" else ():
+            dist.all_reduce(p.grad)
+            p.grad /= 2  # type: ignore[operator]
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if what == "loss":
+            dist.all_reduce(mean, async_op=True).wait()
+            mean /= 2
+        return mean
+
+    oc.barrier()
+    run = oc.to_static(step, stages=oc.Stages(2, at=["2"]))
+    return [run(torch.full((8, 4), 1.0), torch.arange(8) % 3).item() for _ in range(3)]
 
 
 def laid_out(name: str, cut: bool = False) -> nn.Module:
@@ -163,6 +188,8 @@ TABLE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: trained(schedule=_reordered),
         (f"{alike}the schedule differs", "rank 0: Schedule(mine", "rank 1: Schedule(mine"),
     ),
+    "own gradients": (lambda: sends("gradients"), ("your own allreduce at", "test_cut_mistakes.py", "Leave it out")),
+    "own loss": (lambda: sends("loss"), ("your own allreduce at", "the loss and the gradients are the whole batch's")),
     "other microbatches": (
         lambda: trained(k_steps=4 if oc.get_rank() else 2),
         (f"{alike}k_steps differs", "rank 0: k_steps=2", "rank 1: k_steps=4"),

@@ -398,3 +398,36 @@ def assigned_after_another_was_read() -> None:
 
 def test_what_a_program_assigns_is_judged_by_what_it_has_read_since_backward() -> None:
     run_ranks(assigned_after_another_was_read, 1)
+
+
+class Tasks(nn.Module):
+    """A head for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(4, 8), nn.ModuleList(nn.Linear(8, 1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return self.heads[task](torch.tanh(self.trunk(x)))
+
+
+def heads_apart(hooked: bool) -> None:
+    """From the second step on each rank's rows need another head."""
+    begin(dp=2)
+    torch.manual_seed(0)
+    model = fleet.distributed_model(Tasks())
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    for p in model.parameters() if hooked else ():
+        p.register_hook(lambda grad: grad * 0.5)
+    for task in (0, oc.get_rank()):
+        model(torch.randn(4, 4), task).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_hook_of_a_parameter_that_one_rank_alone_reaches_is_named() -> None:
+    """Backward sums its gradient there and then: one head's would be added to the other's, which is as large."""
+    run_ranks(heads_apart, 2, False)
+    with pytest.raises(RankError, match=r"for '' \[\] of hooks of heads.0.(bias|weight), summed in backward") as caught:
+        run_ranks(heads_apart, 2, True)
+    assert "hooks of heads.1." in str(caught.value)

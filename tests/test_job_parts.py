@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import onecard as oc
 from onecard.pipeline.schedule.action import Action
 from onecard.pipeline.schedule.timing import Span
-from onecard.planning.fold import fold
+from onecard.planning.fold import block_paths, face, fold
 from onecard.planning.memory import RankMemory
 from onecard.planning.stages import StageCost
 from onecard.planning.state import TrainingState
@@ -131,3 +132,15 @@ class Products(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def test_blocks_that_are_parametrized_are_blocks():
+    """torch makes a class for each module that is."""
+
+    def model() -> nn.Module:
+        blocks = (nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh()) for _ in range(3))
+        return nn.Sequential(nn.ModuleList(blocks))
+
+    assert block_paths(model()) == ["0.0", "0.1", "0.2"]
+    other: nn.Module = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()), *model()[0][1:]]))  # type: ignore[index]
+    assert face(other[0][0]) != face(other[0][1])  # type: ignore[index]

@@ -422,3 +422,28 @@ def all_on_one_rank() -> Tensor:
 def test_a_rank_without_an_expert() -> None:
     for apart in run_ranks(all_on_one_rank, 2):
         assert apart < 1e-6
+
+
+def other_models_later() -> None:
+    """Ranks have trained other numbers of experts under ZeRO; models that come after them are compared with their own."""
+    begin(dp=2, ep=2)
+    torch.manual_seed(0)
+    experts = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)]
+    moe: Any = fleet.distributed_model(mp.MoELayer(8, experts, {"type": "topk", "top_k": 2}, num_experts=3))
+    moe, optimizer, _ = fleet.group_sharded_parallel(moe, torch.optim.SGD(moe.parameters(), lr=0.1), "os_g")
+    x = torch.randn(8, 8).chunk(2)[oc.get_rank()]
+    for _ in range(2):
+        moe(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for _ in range(4):
+        probe = fleet.distributed_model(nn.Linear(8, 8))
+        steps = torch.optim.SGD(probe.parameters(), lr=0.1)
+        for _ in range(2):
+            probe(moe(x).detach()).square().mean().backward()
+            steps.step()
+            steps.zero_grad()
+
+
+def test_models_after_uneven_experts() -> None:
+    run_ranks(other_models_later, 2)

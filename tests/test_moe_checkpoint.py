@@ -10,10 +10,11 @@ import torch
 from amounts import share
 from fleet_programs import begin
 from moe_programs import Mixture, Net, batches
-from torch import Tensor
+from torch import Tensor, nn
 
 import onecard as oc
 from onecard import fleet
+from onecard.errors import CheckpointError
 from onecard.testing import run_ranks
 
 
@@ -78,3 +79,32 @@ def test_experts_are_found_on_other_ranks(way: Any, tmp_path: Path) -> None:
             of = name.removeprefix("state of ")
             box = each["parts"][of][0]
             assert torch.equal(value, single[name][tuple(slice(*span) for span in box)]), name
+
+
+def idle(folder: str) -> list[int]:
+    """An expert without tokens has no states: saved, loaded into the same objects and into new ones."""
+    begin(dp=2, ep=2)
+    torch.manual_seed(0)
+    gate = {"type": "topk", "top_k": 1, "linear_bias": True}
+    moe = fleet.meta_parallel.MoELayer(8, [nn.Linear(8, 8) for _ in range(4)], gate, num_experts=4)
+    with torch.no_grad():
+        moe.gate.gate.bias[0] = moe.gate.gate.bias[3] = -100.0
+    model = fleet.distributed_model(nn.Sequential(nn.Linear(8, 8), moe))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.randn(16, 8).chunk(2)[oc.get_rank()]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    counts = [len(optimizer.state)]
+    oc.checkpoint.save({"model": model, "optimizer": optimizer}, folder, step=1)
+    for into in (optimizer, torch.optim.AdamW(model.parameters(), lr=1e-3)):
+        oc.checkpoint.load(folder, {"model": model, "optimizer": into})
+        counts.append(len(into.state))
+    some = torch.optim.AdamW([p for name, p in model.named_parameters() if "1.gate" not in name], lr=1e-3)
+    with pytest.raises(CheckpointError, match=r"1\.gate\.gate\.weight"):  # which no rank's optimizer has
+        oc.checkpoint.load(folder, {"model": model, "optimizer": some})
+    return counts
+
+
+def test_experts_without_states_are_saved_and_loaded(tmp_path: Path) -> None:
+    for counts in run_ranks(idle, 2, str(tmp_path / "c")):
+        assert counts == [counts[0]] * 3

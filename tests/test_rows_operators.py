@@ -195,3 +195,44 @@ def wrong_operators() -> list[str]:
 def test_operators_on_chosen_rows_are_those_of_one_card():
     for wrong in run_ranks(wrong_operators, 2):
         assert wrong == []
+
+
+WEIGHTS = (
+    (oc.Shard(1), oc.Shard(0)),
+    (oc.Shard(0), oc.Shard(1)),
+    (oc.Shard(2), oc.Shard(0)),
+    (oc.Shard(0), oc.Shard(0)),
+)
+TOKENS = ((oc.Shard(0), oc.Replicate()), (oc.Replicate(), oc.Shard(0)), (oc.Shard(0), oc.Shard(0)))
+
+
+def columns_apart(lay: bool) -> list[list[float]]:
+    """Each token by the weights that it chooses, of which an axis that divides tokens cuts a feature (as ZeRO 3 does)."""
+    torch.manual_seed(0)
+    w0, x0, index0 = (
+        torch.randn(5, 12, 8, dtype=torch.float64),
+        torch.randn(12, 8, dtype=torch.float64),
+        torch.arange(12) % 5,
+    )
+    mesh, found = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "ep"]) if lay else None, []
+    for weights in WEIGHTS:
+        for tokens in TOKENS:
+            w, x, index = w0.clone().requires_grad_(), x0, index0
+            if mesh is not None:
+                w = oc.shard_tensor(w0, mesh, weights, requires_grad=True)
+                x, index = (oc.shard_tensor(t, mesh, tokens) for t in (x0, index0))
+            y = torch.bmm(w[index], x[:, :, None]).squeeze(-1)
+            one, other = y.chunk(2, -1)
+            result = (one * other.tanh()).square().sum() + y.amax(-1).sum() + y.norm()
+            result.backward()
+            whole = [
+                oc.unshard(t) if isinstance(t, oc.DistTensor) else t for t in (y.detach(), result.detach(), w.grad)
+            ]
+            found.append([float(t.sum()) for t in whole] + [float(whole[2].abs().sum()), *whole[0].shape])
+    return found
+
+
+def test_rows_whose_columns_are_cut_along_the_tokens_axis():
+    wanted = torch.tensor(columns_apart(False))
+    for found in run_ranks(columns_apart, 4, True):
+        torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-5, atol=1e-6)

@@ -148,3 +148,42 @@ def test_a_norm_over_all_batches_keeps_one_recording(monkeypatch: pytest.MonkeyP
             assert not static or len(run.recordings) == 1, kind
             assert norm.momentum is None
         assert found[0] == found[1], kind
+
+
+def _waited_for() -> list[float]:
+    """Gradients averaged by hand, all at once, in microbatches: each call is written down before it is sent."""
+    oc.barrier()
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = layer(x).square().mean()
+        loss.backward()
+        works = [dist.all_reduce(p.grad, async_op=True) for p in layer.parameters()]
+        assert all(work.wait() is not False and work.is_completed() for work in works)
+        with torch.no_grad():
+            for p in layer.parameters():
+                p -= 0.1 * p.grad / 2  # type: ignore[operator]
+                p.grad = None
+        return loss.detach()
+
+    run = oc.to_static(step, k_steps=2)
+    draws = torch.Generator().manual_seed(oc.get_rank())
+    return [float(run(torch.randn(4, 4, generator=draws))) for _ in range(3)] + layer.weight.flatten().tolist()
+
+
+def test_a_message_that_is_waited_for_later_in_microbatches() -> None:
+    one, other = run_ranks(_waited_for, 2)
+    assert one[3:] == other[3:]
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3)
+    draws = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    for i in range(3):
+        losses = [layer(torch.randn(4, 4, generator=each)).square().mean() for each in draws]
+        assert losses[0].item() == pytest.approx(one[i], rel=1e-5)
+        sum(losses).backward()  # type: ignore[union-attr]
+        with torch.no_grad():
+            for p in layer.parameters():
+                p -= 0.1 * p.grad / 2  # type: ignore[operator]
+                p.grad = None
+    assert layer.weight.flatten().tolist() == pytest.approx(one[3:], rel=1e-5)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = vars(torch._C.TensorBase)["data"]
@@ -16,8 +17,18 @@ set_data: Callable[[Any, Tensor], None] = _data.__set__  # whatever ``Tensor.dat
 
 
 def is_transformed(x: Tensor) -> bool:
-    """Whether a tensor is what ``torch.func.grad``, ``vmap`` give to the function, in place of the program's."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+    """Whether a tensor is what ``torch.func.grad``, ``vmap`` give to the function, in place of the program's; or a dual one."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or has_tangent(x)
+
+
+def forward_mode() -> bool:
+    """Whether forward-mode differentiation may be under way."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether it takes part in forward-mode differentiation, and not as a constant."""
+    return forward_mode() and forward_ad.unpack_dual(x).tangent is not None
 
 
 def used_before(x: Tensor, refuse: Callable[[Any], None]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 KEPT = 3
 """Of a run: its first block, one between two others, its last."""
@@ -130,7 +131,8 @@ def face(block: nn.Module) -> list[tuple[Any, ...]]:
     """What tells a block from others: classes, tensors, plain attributes, in order."""
     found: list[tuple[Any, ...]] = []
     for path, module in block.named_modules():
-        found.append((path, "class", type(module)))
+        # One that is parametrized has a class of its own, made for it.
+        found.append((path, "class", parametrize.type_before_parametrizations(module)))
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, t in tensors.items():
                 what = None if t is None else (tuple(t.shape), t.dtype, t.requires_grad, getattr(t, "placements", None))

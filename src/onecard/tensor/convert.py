@@ -23,7 +23,7 @@ from onecard.place.layout import Layout, as_code
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import watched
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies, wrap
-from onecard.tensor.moves import FromLocal, Reshard, ShardTensor, ToLocal, Unshard, distribute, to_mesh
+from onecard.tensor.moves import FromLocal, Reshard, ShardTensor, ToLocal, Unshard, distribute, refuse_dual, to_mesh
 from onecard.tensor.spec import Spec, contiguous_stride
 
 _watchers: Kept[list[Callable[[Tensor, Tensor], None]]] = Kept(list)
@@ -120,6 +120,7 @@ def _layout(call: str, x: Tensor, mesh: ProcessMesh, placements: Sequence[Placem
         raise LayoutError(
             f"{call}: a {kind} tensor cannot be divided; make it dense first: onecard.{call}({dense}, mesh, placements)"
         )
+    refuse_dual(call, x)
     try:
         return Layout.of(mesh, x.dim(), placements, call)
     except LayoutError as fault:

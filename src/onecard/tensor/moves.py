@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from onecard._torch.leaves import has_tangent
 from onecard.comm.base import record
 from onecard.comm.base.state import Kept, machine
 from onecard.comm.issue import collectives, groups
@@ -15,7 +16,7 @@ from onecard.comm.issue.run import run as run_steps
 from onecard.comm.issue.run import start as start_steps
 from onecard.comm.issue.transfer import microbatch_under_way, run_transfer
 from onecard.comm.world import hosts, pretend, world
-from onecard.errors import MeshError
+from onecard.errors import LayoutError, MeshError
 from onecard.moves import resharding
 from onecard.moves.transfer import plan_transfer, reduced_source
 from onecard.place.layout import Layout
@@ -25,6 +26,15 @@ from onecard.tensor.deferred.calls import record_of
 from onecard.tensor.deferred.replay import materialise
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.spec import Spec, contiguous_stride
+
+
+def refuse_dual(call: str, x: Tensor) -> None:
+    """Refuse a tensor of forward-mode differentiation, of which the values alone would be laid out."""
+    if has_tangent(x):
+        raise LayoutError(
+            f"{call}: a dual tensor (forward_ad) would lose its tangent: make_dual(x, tangent) of two distributed tensors keeps "
+            "it; or torch.func.jvp of the model"
+        )
 
 
 def distribute(whole: Tensor, layout: Layout, src: int | None = None, taken: bool = False) -> DistTensor:

@@ -142,5 +142,5 @@ def _copy(x: DistTensor) -> Subject:
 def _number(x: Any) -> int:
     found = getattr(x, "_onecard_number", None)
     if found is None:
-        found = x._onecard_number = sparse_check.serial()
+        found = x._onecard_number = sparse_check.serial(f"{x.mesh!r} {x._spec.layout}")
     return found

@@ -11,14 +11,16 @@ from onecard.comm.issue import plain, trace
 from onecard.comm.issue.ranks import Ranks
 
 
-def anywhere(words: Sequence[Sequence[bool]], group: Ranks, device: torch.device) -> list[list[bool]]:
+def anywhere(
+    words: Sequence[Sequence[bool]], group: Ranks, device: torch.device, call: str = "gradients"
+) -> list[list[bool]]:
     """For each parameter what any rank of a group says of its gradient: one message of a byte for each word.
 
     Where nothing is sent (a pretended world, meta tensors) it is what this rank says.
     """
     with recorded.unrecorded():  # the same in every replay
         mine = torch.tensor([*map(list, words)], dtype=torch.uint8, device=device)
-        found = plain.all_reduce(mine, group, "max", inplace=True, call="gradients")
+        found = plain.all_reduce(mine, group, "max", inplace=True, call=call)
         if found.is_meta or trace.faking():
             return [*map(list, words)]
         return [[bool(n) for n in word] for word in found.tolist()]

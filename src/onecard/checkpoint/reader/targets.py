@@ -214,7 +214,7 @@ class StateWalk:
         """What of the saved state has no place in what is filled, though its neighbours have; and what may have one elsewhere."""
         found = self._left_over(node)
         stages = tuple(self.stages)
-        return [n for n in found if not n.startswith(stages)], [n for n in found if n.startswith(stages)]
+        return [n for n in found if not _of(n).startswith(stages)], [n for n in found if _of(n).startswith(stages)]
 
     def _left_over(self, node: Any) -> list[str]:
         wanted = {want.name for want in self.wants}
@@ -232,7 +232,7 @@ class StateWalk:
                 continue  # it was looked through, and there was nothing in it
             if asked(path) and path not in made and made.isdisjoint(above):
                 found.append(path)
-        return found + [name for name in self.strays if not any(x.startswith(_state_of(name)) for x in found)]
+        return found + [name for name in self.strays if not any(x.startswith(_of(name)) for x in found)]
 
     def lacking(self) -> list[str]:
         """Names that the checkpoint does not have, but for those of memory that is filled under another name."""
@@ -355,9 +355,10 @@ class StateWalk:
         return made
 
 
-def _state_of(stray: str) -> str:
-    path, _, name = stray.partition(": parameter ")
-    return tree.join(path, f"state.{name}.")
+def _of(left: str) -> str:
+    """Where it is saved."""
+    path, stray, name = left.partition(": parameter ")
+    return tree.join(path, f"state.{name}.") if stray else left
 
 
 def _is_filled(value: Any) -> bool:

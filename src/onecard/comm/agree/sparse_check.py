@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ class Site:
 
 
 _sites: Kept[dict[Any, Site]] = Kept(dict)
-_numbers: Kept[dict[int, None]] = Kept(dict)
+_numbers: Kept[Counter[str]] = Kept(Counter)
 
 
 def site(key: Any, label: Callable[[], str]) -> Site:
@@ -100,11 +101,16 @@ def site(key: Any, label: Callable[[], str]) -> Site:
     return found
 
 
-def serial() -> int:
-    """The next number, for subjects that have no name: the same on all ranks, if they come up in one order."""
-    number = len(_numbers.here)
-    _numbers.here[number] = None
-    return number
+def serial(of: str) -> int:
+    """The next number of subjects that have no name: the same on all ranks that have such, if they come up in one order.
+
+    Ranks may have more of other subjects: experts, stages of a pipeline.
+
+    Args:
+        of: which subjects, with the ranks that have them.
+    """
+    _numbers.here[of] += 1
+    return _numbers.here[of] - 1
 
 
 def obey_environment() -> None:

@@ -34,7 +34,7 @@ class DistributedModel(nn.Module):
         self._amp = getattr(torch, strategy.amp_configs["dtype"]) if strategy.amp else None
         self._members: Members | None = None
         self._family: pending.Family | None = None
-        self._number, self._later, self._compared = sparse_check.serial(), sparse_check.serial(), -1
+        self._number, self._later, self._compared = sparse_check.serial("model"), sparse_check.serial("model"), -1
         self._adopt()
         module.register_forward_pre_hook(self._begin, prepend=True)
         module.register_forward_hook(self._end)
@@ -71,8 +71,10 @@ class DistributedModel(nn.Module):
         self._family = self._family or pending.Family()
         self._family.become(parameters)
         declare(self.module)
-        for p in parameters:
+        for name, p in self.module.named_parameters():
             hooks.share_data(p, self._data, self._family, self._accum)
+            if (state := pending.of(p)) is not None:
+                state.name = name
         values = [*parameters, *self.module.buffers()]
         equalise(values if self._members is None else self._members.new(values))
         self._members = Members(self.module)

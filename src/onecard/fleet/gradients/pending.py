@@ -56,6 +56,7 @@ class Summed:
         hooked: what backward is about to add is whole already.
         dtype: in which summands add up, if not in the parameter's.
         wide: what they have added up to in it.
+        name: of the parameter in its model.
         looked: the program has read it since, so that what it assigns is made of the whole.
         asked: so it is of the gradient that ``torch.autograd.grad`` has given it.
     """
@@ -70,6 +71,7 @@ class Summed:
         "kept",
         "known",
         "looked",
+        "name",
         "rest",
         "summand",
         "uneven",
@@ -84,7 +86,7 @@ class Summed:
         self.kept: Tensor | None = None
         self.dtype: torch.dtype | None = None
         self.wide: Tensor | None = None
-        self.known = -1
+        self.known, self.name = -1, ""
 
     def is_unknown(self) -> bool:
         """Whether a backward has run since it was whole."""

@@ -33,13 +33,13 @@ def adds_up(p: Tensor) -> bool:
 
 
 @torch.no_grad()
-def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
-    """As ``hooks.sync``, of parameters that are watched."""
+def sync(parameters: Iterable[Tensor], step: bool = False, call: str = "gradients") -> None:
+    """As ``hooks.sync``, of parameters that are watched. ``call``: what ranks that are out of step are told that it was for."""
     given = [p for p in map(twins.trained, parameters) if p.requires_grad and (has_sums(p) or _is_wide(p))]
     _sync_twins([p for p in given if twins.twin_of(p) is not None])
     chosen = [p for p in given if _is_plain(p)]
     states: dict[Tensor, Any] = {p: pending.of(p) for p in chosen}
-    added, changed = _agreed(chosen)
+    added, changed = _agreed(chosen, call)
     sums, summands = {(s.ranks, s.name): s for p in added for s in held(p).sums}, {*map(id, added)}
     # In one order on all ranks: those of a pipeline hold other parameters, and meet some ranks here and some there.
     for (ranks, name), group in sorted(sums.items()):
@@ -71,11 +71,12 @@ def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
 def whole(p: Tensor, summand: Tensor) -> Tensor:
     """What a summand of a parameter's gradient is a summand of; the gradient that is there becomes whole, too."""
     state: Any = pending.of(p)
-    sync([p])
+    call = f"hooks of {state.name or f'a parameter {[*p.shape]}'}, summed in backward, which reaches it on every rank"
+    sync([p], call=call)
     known = read(p)
     write(p, summand.clone())
     state.summand = state.uneven = True
-    sync([p])
+    sync([p], call=call)
     made = read(p)
     write(p, known)
     return made
@@ -203,7 +204,7 @@ def refuse_parts(p: Tensor, group: Ranks, call: str) -> None:
         )
 
 
-def _agreed(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _agreed(parameters: list[Tensor], call: str) -> tuple[list[Tensor], list[Tensor]]:
     """Those to whose gradients backward has added on any rank, and those that may differ at all; the same on all ranks.
 
     A parameter that some ranks did not use gets zeros there: on one card its gradient is that of the others' data.
@@ -218,7 +219,7 @@ def _agreed(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         p: [(grad := _part(p)) is not None, states[p].summand, states[p].uneven, _is_dense(grad)] for p in parameters
     }
     for _, (group, mine) in sorted(by_group.items(), key=lambda item: item[0]):
-        said |= dict(zip(mine, anywhere([said[p] for p in mine], group, mine[0].device), strict=True))
+        said |= dict(zip(mine, anywhere([said[p] for p in mine], group, mine[0].device, call), strict=True))
     there = [p for p in parameters if said[p][0]]
     for p in there:
         aside = not states[p].summand and (states[p].dtype is not None or not adds_up(p))

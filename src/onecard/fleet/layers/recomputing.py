@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from onecard.errors import FleetError
 from onecard.fleet.grid.rng import get_rng_state_tracker
-from onecard.train.modules.second_run import BuffersApart, module_of
+from onecard.train.modules.second_run import module_of, runs_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -54,7 +54,8 @@ def recompute(
 
     def contexts() -> Contexts:
         outer, inner = create_selective_checkpoint_contexts(policy) if policy is not None else (None, None)
-        return outer or nullcontext(), _Second(preserve_rng_state, BuffersApart(module_of(function)), inner)
+        first, again = runs_of(module_of(function))
+        return _Inside(first, outer), _Second(preserve_rng_state, again, inner)
 
     return checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
@@ -123,11 +124,27 @@ def _one_by_one(run: list[Callable[..., Any]], args: Any, kwargs: Any) -> Any:
     return value
 
 
-class _Second(AbstractContextManager[None]):
+class _Inside(AbstractContextManager[None]):
+    """Several, one within another."""
+
+    def __init__(self, *inside: AbstractContextManager[Any] | None) -> None:
+        self.inside = [context for context in inside if context is not None]
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self.inside:
+                stack.enter_context(context)
+            self.stack = stack.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+
+class _Second(_Inside):
     """What the second run is in, at each backward pass anew; it begins from the named random states that the first began from."""
 
     def __init__(self, preserve: bool, *inside: AbstractContextManager[Any] | None) -> None:
-        self.inside = [context for context in inside if context is not None]
+        super().__init__(*inside)
         self.tracker = get_rng_state_tracker()
         self.before = self.tracker.get_states_tracker() if preserve else {}
 
@@ -136,12 +153,8 @@ class _Second(AbstractContextManager[None]):
         with ExitStack() as stack:
             stack.callback(self.tracker.set_states_tracker, now)
             self.tracker.set_states_tracker(self.before or now)
-            for context in self.inside:
-                stack.enter_context(context)
+            stack.enter_context(_Inside(*self.inside))
             self.stack = stack.pop_all()
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
 
 
 def recompute_modules(model: nn.Module, names: list[str], policy: Any = None) -> None:

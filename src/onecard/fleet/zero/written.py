@@ -42,7 +42,7 @@ class ForwardWrites:
     def __init__(self, model: nn.Module, named: dict[str, Any], ranks: Callable[[Any], Ranks], whole: bool) -> None:
         self._named, self._ranks, self._whole = named, ranks, whole
         self._names = {id(p): name for name, p in named.items()}
-        self._number, self._due, self._was = sparse_check.serial(), False, dict[int, int]()
+        self._number, self._due, self._was = sparse_check.serial("written"), False, dict[int, int]()
         model.register_forward_pre_hook(Hook(self._begin), prepend=True)
         model.register_forward_hook(Hook(self._end))
 

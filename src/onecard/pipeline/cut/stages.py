@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Replicate
 
 from onecard._torch.graphs import emptied
+from onecard.comm.base import own
 from onecard.comm.base.state import machine
 from onecard.comm.issue import groups
 from onecard.comm.world import world
@@ -297,10 +298,27 @@ def woven(recording: AnyStep, schedule: Schedule, ranks: tuple[int, ...], name: 
     homes = [schedule.stage_to_rank[s] for s in range(schedule.num_stages)]
     effects = {e.output.position: e.where for e in recording.effects if e.output is not None}
     places = NodeRanks(recording.graph, homes, len(ranks), effects, recording.owners)
+    _check_own_messages(places)
     graph = by_place(recording.graph, places)
     if graph is not recording.graph:
         places = NodeRanks(graph, homes, len(ranks), effects, recording.owners)
     return replaced(recording, graph), Weave(places, schedule, ranks, name)
+
+
+def _check_own_messages(places: NodeRanks) -> None:
+    """Whether each message of the program's own runs on all ranks: it was written for ranks that all do the whole step.
+
+    Raises:
+        RecordingError: it is of what some stages have: others would not send it, or another tensor's in its place.
+    """
+    for node in places.nodes:
+        if node.target in (own.send_own, own.functional) and places.at[node] != places.all:
+            what = str(node.args[0] if node.target is own.functional else node.args[1]).split()[0].strip("_")
+            raise RecordingError(
+                f"stages: your own {what} at {node.meta.get('line') or 'an unknown line'} is of what not every stage of the "
+                "pipeline has, so that other ranks would not send it, or send another tensor. Leave it out: each rank is given "
+                "the whole batch, the loss and the gradients are the whole batch's, and clipping takes the norm of all stages"
+            )
 
 
 def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:

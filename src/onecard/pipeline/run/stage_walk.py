@@ -58,7 +58,8 @@ class StageRuntime(Runtime):
         if self.group.size == 1 or not sparse_check.on.here:
             return
         if self._batches is None:
-            where = f"pipeline of {list(self.group.ranks)} #{sparse_check.serial()}"
+            where = f"pipeline of {list(self.group.ranks)}"
+            where = f"{where} #{sparse_check.serial(where)}"
             self._batches = [sparse_check.site(name, partial(str, name)) for name in (f"{where}/x", f"{where}/y")]
         ends = schedule.stage_to_rank[0], schedule.stage_to_rank[schedule.num_stages - 1]
         due = [site.tick() for site in self._batches]

@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import Replicate
 
 from onecard._torch import names as _torch
+from onecard._torch.leaves import forward_mode
 from onecard._torch.names import DispatchKey, DispatchKeySet
 from onecard.comm.world.world import get_rank
 from onecard.errors import DispatchError
@@ -43,7 +44,7 @@ _AS_ONE = DispatchKey.AutogradNestedTensor
 
 @whole(aten.linear.default)
 def _linear(keyset: DispatchKeySet, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if input.dim() < 2 or weight.dim() != 2 or (bias is not None and bias.dim() != 1):
+    if input.dim() < 2 or weight.dim() != 2 or (bias is not None and bias.dim() != 1) or forward_mode():
         return onward(aten.linear.default, keyset, input, weight, bias)
     return aten.linear.default.redispatch(keyset.remove(KEY).add(_AS_ONE), input, weight, bias)
 
@@ -74,7 +75,7 @@ def _autocasts(x: Tensor) -> bool:
 @whole(aten.matmul.default)
 def _matmul(keyset: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
     dims = a.dim(), b.dim()
-    if max(dims) < 3 or min(dims) < 1 or _autocasts(a):
+    if max(dims) < 3 or min(dims) < 1 or _autocasts(a) or forward_mode():
         # Autocast casts, and comes here again.
         return onward(aten.matmul.default, keyset, a, b)
     if dims[1] == 2:

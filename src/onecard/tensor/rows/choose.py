@@ -175,12 +175,13 @@ def _checked(numbers: Tensor, size: int) -> Tensor:
 
 @in_one
 def _chosen(x: Any, choice: ChosenRows, index: Tensor) -> Rows:
-    """The rows; axes that cut the index alone divide them, too."""
+    """The rows; axes that cut the index alone, and nothing of the rows, divide them, too."""
     spec, owners, into = x._spec, choice.owners, choice.into
     if isinstance(index, DistTensor):
         layout = index._spec.layout
         other = tuple(a for a in axes_of(layout.dims[0]) if a not in owners.places)
-        if other and axes_of(layout.dims[0]) == other:
+        columns = {a for dim in spec.layout.dims[1:] for a in axes_of(dim)}
+        if other and axes_of(layout.dims[0]) == other and columns.isdisjoint(other):
             extra = of_dim(layout.mesh, owners.size, layout.dims[0], owners.mine.device)
             owners, into = _also(choice, extra.places)
     local = x._held if isinstance(x, Rows) else x._local
