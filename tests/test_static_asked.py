@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +121,17 @@ def test_the_batches_tell_halves_from_wholes():
     torch.manual_seed(0)
     step = step_of(Halves("argument"), "argument")
     assert [float(step(*batch)) for batch in batches()] != pytest.approx(losses("argument"), rel=CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:step is recorded anew")
+def test_no_batch_is_kept():
+    run, seen = oc.to_static(step_of(Net("argument"), "argument"), k_steps=2, ask=True), []
+    for batch in batches(3):
+        run(*batch)
+        seen.append(weakref.ref(batch[0]))
+    del batch
+    gc.collect()
+    assert [x() for x in seen] == [None] * 3
 
 
 def test_what_is_known_after_backward_alone_is_refused():

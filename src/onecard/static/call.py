@@ -157,7 +157,7 @@ def _recorded(
                 recording.bound = BoundRecording(recording, roots, kinds, still, turn)
                 recording.bound.checks = Checks(capture.script, together(found[0].ranks) if sketched else lines)
                 recording.bound.checks.without_data = found[0].without_data
-                recording.bound.checks.asked = None if batch is None else batch.asked
+                recording.bound.checks.asked = None if batch is None or batch.asked is None else batch.asked.kept()
                 recording.bound.reading(capture.seen)
                 if sketched:
                     check_begins(recording.bound, leaves, names)

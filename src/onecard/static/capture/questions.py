@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from onecard.static.step import refusals
 from onecard.static.step.step import RecordedStep
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.train.shard import is_elsewhere
+from onecard.train.unmade import is_unmade
 
 
 class Answers(Protocol):
@@ -38,7 +39,7 @@ class Question:
 
     func: Any
     line: str
-    node: fx.Node
+    node: fx.Node | None
     value: Any
 
 
@@ -73,7 +74,8 @@ class AskedOfWhole:
 
     def _check(self, graph: fx.Graph, values: Sequence[Any], line: str) -> None:
         for node, value in zip(graph.find_nodes(op="placeholder"), values, strict=True):
-            if node.users and isinstance(value, Tensor) and (is_fake(value) or is_elsewhere(value)):
+            absent = isinstance(value, Tensor) and (is_fake(value) or is_elsewhere(value) or is_unmade(value))
+            if node.users and absent:
                 raise refusals.not_of_batch(line, "this one needs a tensor that has no data here")
             if node.users and self._alone and not (id(value) in self._arguments or _is_constant(node)):
                 raise refusals.not_of_batch(
@@ -112,6 +114,10 @@ class WholeQuestions:
 
     questions: Sequence[Question]
     look: Any
+
+    def kept(self) -> WholeQuestions:
+        """The answers alone: a look holds the batch that it was of."""
+        return WholeQuestions([replace(q, node=None) for q in self.questions], None)
 
     def again(self) -> GivenAnswers:
         """For one more look at a part."""
