@@ -241,7 +241,8 @@ class NodeRanks:
             if had and not self.holders(node) <= had:
                 raise RecordingError(
                     f"stages: {node.meta['input'].name} is on place {sorted(had)} of the pipeline by an earlier step, and this "
-                    f"one reads it on {sorted(self.holders(node))}: name the same cuts for both, oc.Stages(..., at=[...])"
+                    f"one reads it on {sorted(self.holders(node))}: name the same cuts for both: oc.Stages(..., at=[...]), "
+                    "a Strategy's pipeline.at, an oc.Plan's stages"
                 )
 
     def _accesses(self) -> dict[fx.Node, list[fx.Node]]:
