@@ -81,8 +81,8 @@ def sends(what: str) -> list[float]:
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x), y)
         loss.backward()
-        for p in model.parameters() if what == "gradients" else ():
-            dist.all_reduce(p.grad)
+        for p in model.parameters() if what in ("gradients", "sums") else ():
+            (dist if what == "gradients" else oc).all_reduce(p.grad)  # type: ignore[attr-defined]
             p.grad /= 2  # type: ignore[operator]
         optimizer.step()
         optimizer.zero_grad()
@@ -189,6 +189,7 @@ TABLE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         (f"{alike}the schedule differs", "rank 0: Schedule(mine", "rank 1: Schedule(mine"),
     ),
     "own gradients": (lambda: sends("gradients"), ("your own allreduce at", "test_cut_mistakes.py", "Leave it out")),
+    "own sums": (lambda: sends("sums"), ("your own all_reduce at", "test_cut_mistakes.py", "Leave it out")),
     "own loss": (lambda: sends("loss"), ("your own allreduce at", "the loss and the gradients are the whole batch's")),
     "other microbatches": (
         lambda: trained(k_steps=4 if oc.get_rank() else 2),

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 from onecard._torch.graphs import emptied
 from onecard.comm.base import own
 from onecard.comm.base.state import machine
-from onecard.comm.issue import groups
+from onecard.comm.issue import again, groups
 from onecard.comm.world import world
 from onecard.errors import RecordingError, ScheduleError
 from onecard.pipeline.cut.alike import check_alike, check_batch
@@ -298,22 +298,29 @@ def woven(recording: AnyStep, schedule: Schedule, ranks: tuple[int, ...], name: 
     homes = [schedule.stage_to_rank[s] for s in range(schedule.num_stages)]
     effects = {e.output.position: e.where for e in recording.effects if e.output is not None}
     places = NodeRanks(recording.graph, homes, len(ranks), effects, recording.owners)
-    _check_own_messages(places)
+    _check_own_messages(places, ranks)
     graph = by_place(recording.graph, places)
     if graph is not recording.graph:
         places = NodeRanks(graph, homes, len(ranks), effects, recording.owners)
     return replaced(recording, graph), Weave(places, schedule, ranks, name)
 
 
-def _check_own_messages(places: NodeRanks) -> None:
+def _check_own_messages(places: NodeRanks, ranks: tuple[int, ...]) -> None:
     """Whether each message of the program's own runs on all ranks: it was written for ranks that all do the whole step.
 
     Raises:
         RecordingError: it is of what some stages have: others would not send it, or another tensor's in its place.
     """
     for node in places.nodes:
-        if node.target in (own.send_own, own.functional) and places.at[node] != places.all:
-            what = str(node.args[0] if node.target is own.functional else node.args[1]).split()[0].strip("_")
+        words: Any = {own.send_own: 1, own.functional: 0, again.message: 2}.get(node.target)
+        if words is None:
+            continue
+        met: Any = places.all
+        if node.target is again.message:  # those of layouts meet one rank of a pipeline
+            line = groups.group(*node.args[4]).ranks
+            met = {place for place, rank in enumerate(ranks) if rank in line}
+        if len(met) > 1 and not places.at[node] >= met:
+            what = str(node.args[words]).split()[0].strip("_")
             raise RecordingError(
                 f"stages: your own {what} at {node.meta.get('line') or 'an unknown line'} is of what not every stage of the "
                 "pipeline has, so that other ranks would not send it, or send another tensor. Leave it out: each rank is given "
