@@ -97,7 +97,8 @@ def to_static(
         without: passes that are left out (``onecard.static.passes.PASSES``), to find out which one is at fault. "rows": rows that
             go where data says (of experts) go to all ranks, so that a file can hold the recording.
         ask: what Python reads of tensors (``if mask.all()``, also inside libraries) is not refused, but computed again before
-            each replay; another answer makes a new recording. It costs that computation.
+            each replay; another answer makes a new recording. It costs that computation. Of a batch that is cut (microbatches,
+            stages) the whole is asked.
         kernels: "eager": those that eager runs, and its bits. "fastest": for each product of float32 on the CPU the fastest one
             at hand, measured once for each shape and remembered; each product is within 1e-6 of eager's.
         also: what is done only where it is asked for: "recompute" (cheap results of forward are computed again in backward, not
