@@ -172,8 +172,9 @@ def _waited_for() -> list[float]:
     return [float(run(torch.randn(4, 4, generator=draws))) for _ in range(3)] + layer.weight.flatten().tolist()
 
 
-def test_a_message_that_is_waited_for_later_in_microbatches() -> None:
-    one, other = run_ranks(_waited_for, 2)
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_message_that_is_waited_for_later_in_microbatches(backend: str) -> None:
+    one, other = run_ranks(_waited_for, 2, backend=backend)
     assert one[3:] == other[3:]
     torch.manual_seed(0)
     layer = nn.Linear(4, 3)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecard import recorded
-from onecard._torch.names import TorchDispatchMode, resolve_group, tree_flatten, tree_leaves, tree_unflatten
+from onecard._torch.names import OpOverload, TorchDispatchMode, resolve_group, tree_flatten, tree_leaves, tree_unflatten
 from onecard.comm.base import record
 from onecard.comm.base.state import Kept
 
@@ -172,8 +172,8 @@ def in_functional(recorder: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0] if name == "wait_tensor" else recorder.call(functional, (name, *args), kwargs)
 
 
-class NotSent(dist.Work):
-    """What a call gives that is written down without being sent: there is nothing to wait for."""
+class _NotSent(dist.Work):
+    """There is nothing to wait for."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -183,6 +183,17 @@ class NotSent(dist.Work):
 
     def is_success(self) -> bool:
         return True
+
+
+_not_sent = _NotSent()  # one for all: torch keeps no Python object alive in its box
+
+
+def not_sent(func: Any, args: Any) -> Any:
+    """What a call gives that is written down without being sent: its tensors as they are."""
+    if not isinstance(func, OpOverload):  # of a group in Python
+        return _not_sent
+    made = [_not_sent.boxed() if "Work" in str(r.type) else args[0] for r in func._schema.returns]
+    return tuple(made) if len(made) > 1 else made[0] if made else None
 
 
 def wait_for(result: Any) -> None:

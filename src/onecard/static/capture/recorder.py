@@ -16,7 +16,7 @@ from torch.utils.weak import TensorWeakRef
 
 from onecard import recorded
 from onecard._torch import names as _torch
-from onecard._torch.names import OpOverload, tree_leaves
+from onecard._torch.names import tree_leaves
 from onecard.comm.base import own, record
 from onecard.comm.base.state import faked
 from onecard.comm.issue import again, trace
@@ -188,10 +188,9 @@ class Recorder(ValueReads):
     def own(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A message of the program's own."""
         tensors, message = own.tensors_of(args, kwargs), own.OwnMessage(func, args, kwargs)
-        result: Any = (
-            None if isinstance(func, OpOverload) else own.NotSent()
-        )  # of a group in Python; torch unpacks the other
-        if self.sketch is None:
+        if self.sketch is not None:
+            result = own.not_sent(func, args)
+        else:
             with self.paused():
                 self._about_to_write(tensors)
                 result = func(*args, **kwargs)

@@ -19,7 +19,7 @@ from onecard.static.passes.additive import Verdict
 from onecard.static.passes.dependence import Doubt, Kind
 from onecard.static.passes.doubts import doubts
 from onecard.static.passes.merge import merged
-from onecard.static.passes.once import Once, cut, words
+from onecard.static.passes.once import Once, cut
 from onecard.static.passes.whole_counts import is_whole, with_whole_counts
 from onecard.static.step.step import AnyStep, Output, RecordedStep
 from onecard.tensor.dist_tensor import DistTensor, wrap
@@ -299,23 +299,17 @@ def _is_cut(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0
 
 
-def asks_of_batch(recording: RecordedStep) -> list[fx.Node]:
-    """The calls by which a step that asks for values (``ask``) begins to look at its batch."""
-    return [] if recording.conditions is None else [u for n in recording.conditions.nodes if cut(n) for u in n.users]
+def asks_of_batch(recording: RecordedStep) -> bool:
+    """Whether a step asks (``ask``) for values of its batch."""
+    return recording.conditions is not None and any(cut(n) and n.users for n in recording.conditions.nodes)
 
 
 def check_mergeable(recording: RecordedStep) -> None:
-    """Whether a step can run on microbatches: it makes its gradients, and asks for no value of its batch."""
+    """Whether a step can run on microbatches: it makes its gradients."""
     if found := [i.name for i in recording.inputs if i.kind == "gradient"]:
         raise RecordingError(
             f"k_steps: the step adds to {found[0]}, which was there before it: call optimizer.zero_grad() in the step, before "
             "backward() or after optimizer.step(), not with set_to_none=False"
-        )
-    if asks := asks_of_batch(recording):
-        where = next((f": {words(u)}" for u in asks if u.meta.get("line")), "")
-        raise RecordingError(
-            f"k_steps: the step asks (ask=True) about values of its batch{where}. Each microbatch has its own, and may go "
-            "another way: take the batch as it is (one microbatch, no pipeline), or decide without its values"
         )
 
 

@@ -89,13 +89,11 @@ class Checks:
         without_data: whether it was written down without being done; ``asked``: what was asked of its whole batch then.
     """
 
-    without_data = False
-    asked: WholeQuestions | None = None
-
     def __init__(self, script: StepScript | None, lines: Sequence[Group]) -> None:
         self.script, self.lines = script, lines
         self.calls, self.due = 2, next_check(2) - 1
-        self.found = ""
+        self.found, self.without_data = "", False
+        self.asked: WholeQuestions | None = None
 
     def hold(
         self,
