@@ -47,6 +47,26 @@ def test_fit_stopped_and_resumed_as_on_one_card(tmp_path: Path) -> None:
             assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-6)
 
 
+def _of_classes(pipeline: bool) -> list[float]:
+    """Losses of training and of what follows, of a loss that weighs classes in two ways."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]), label_smoothing=0.1)
+    data = [(torch.randn(6), i % 3) for i in range(24)]
+    model = nn.Sequential(*layers)
+    strategy = {"pipeline": {"enable": True, "accumulate_steps": 2}} if pipeline else None
+    engine = oc.Engine(model, loss, torch.optim.SGD(model.parameters(), 0.1), None, strategy)
+    with warnings.catch_warnings(action="ignore"):  # the price leaves the second rank the loss alone
+        losses = engine.fit(data, batch_size=8, epochs=2, shuffle=False, verbose=0).losses
+        return [*losses, engine.evaluate(data, batch_size=8, verbose=0)["loss"]]
+
+
+def test_evaluation_takes_the_weights_of_a_loss_where_training_does() -> None:
+    wanted = torch.tensor(_of_classes(False))
+    for found in run_ranks(_of_classes, 2, True):
+        assert torch.allclose(torch.tensor(found), wanted, rtol=1e-5)
+
+
 def _program(recording: Any) -> tuple[list[str], float]:
     """What a recording does, and what it costs."""
     nodes = [getattr(n.target, "__name__", None) or str(n.target) for n in recording.graph.nodes]

@@ -16,6 +16,7 @@ from onecard import recorded
 from onecard._torch.names import OpOverload
 from onecard.errors import RecordingError
 from onecard.static.passes.once import Once, cut, phase_of, words
+from onecard.static.passes.whole_counts import is_whole
 from onecard.static.step.memory import effects
 from onecard.static.step.nodes import traits
 from onecard.static.step.order import Order, name_of, only_moves, only_names
@@ -78,7 +79,7 @@ class Parts:
         self._modules: dict[str, int] = {}
         self._stand_ins: set[fx.Node] = set()
         self._backward = False
-        now, waiting = 0, [*starts]
+        now, waiting = 0, _with_their_counts(self.nodes, starts)
         for node in self.nodes:
             while waiting and node is waiting[0]:
                 now += 1
@@ -208,6 +209,18 @@ class Parts:
         for node in late:
             node.meta.pop("part", None)
         return late
+
+
+def _with_their_counts(nodes: Sequence[fx.Node], starts: Sequence[fx.Node]) -> list[fx.Node]:
+    """The starts of stages, from the counts on that are taken right ahead of them: what divides reads weights where they are."""
+    order = {n: i for i, n in enumerate(nodes)}
+    found = []
+    for start in starts:
+        at = order.get(start, 0)
+        while at and is_whole(nodes[at - 1]):
+            at -= 1
+        found.append(nodes[at] if start in order else start)
+    return found
 
 
 def _views_of(node: fx.Node, users: dict[fx.Node, list[fx.Node]], late: set[fx.Node]) -> set[fx.Node] | None:
