@@ -44,6 +44,11 @@ def chosen(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out[y != -100], y[y != -100])
 
 
+def by_length(out: Tensor, y: Tensor) -> Tensor:
+    each = ce(out, y, reduction="none")[y.flatten() != -100]
+    return each.sum() / len(each)
+
+
 def by_sequence(out: Tensor, y: Tensor) -> Tensor:
     each = F.cross_entropy(out.transpose(1, 2), y, reduction="none") * counted(y)
     return (each.sum(1) / counted(y).sum(1).clamp(min=1)).mean()
@@ -64,6 +69,10 @@ MEANS: dict[str, Loss] = {
     "a mask by hand": by_hand,
     "weights that add up to one": spread,
     "rows that are chosen": chosen,
+    "losses that are chosen": lambda out, y: ce(out, y, reduction="none")[y.flatten() != -100].mean(),
+    "masked_select": lambda out, y: ce(out, y, reduction="none").masked_select(y.flatten() != -100).mean(),
+    "places that are chosen": lambda out, y: ce(out, y, reduction="none")[(y.flatten() != -100).nonzero()].mean(),
+    "a length of what is chosen": by_length,
     "by sequence": by_sequence,
     "at least one": at_least_one,
     "a product": lambda out, y: ce(out, y, reduction="sum") * counted(y).sum().reciprocal(),
@@ -131,6 +140,8 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "of the output": (lambda out, y: out.sum() / out.abs().sum(), "computed from what the model returns"),
     "labels of its own": (lambda out, y: ce(out, torch.zeros_like(out[..., 0]).long()), "not those that it is given"),
     "so many rows": (lambda out, y: F.cross_entropy(out.view(8, CLASSES), y.view(8)), "cannot be called with"),
+    "chosen by the output": (lambda out, y: out[out > 0.4].mean(), "decided by what the model returns"),
+    "the largest": (lambda out, y: ce(out, y, reduction="none").topk(3).values.mean(), r"topk\(\) takes from all"),
     "a tuple": (lambda out, y: (ce(out, y), 1), r"your_loss\(out, labels\)\[0\]"),
 }
 
@@ -158,6 +169,15 @@ def test_labels_that_differ_by_little_are_told_apart() -> None:
     assert weights(loss, out, y, shares) == [0.25] * 4
     y[0, :2] = -100
     assert weights(loss, out, y, shares) == [0.25] * 4  # not the first divisor's
+
+
+def test_labels_that_do_not_lie_in_one_piece() -> None:
+    """As those of a language model: ``ids[:, 1:]``."""
+    out, y = batch()
+    wide = torch.full((8, 5), -100)
+    wide[:, 1:] = y
+    for loss in (ce, lambda out, y: ce(out, y.contiguous())):
+        assert weights(loss, out, wide[:, 1:]) == weights(loss, out, y)
 
 
 def test_finding_out_leaves_nothing_behind() -> None:
@@ -273,7 +293,9 @@ def by_marks(names: list[str], size: int) -> None:
 
 
 def test_pipelines_of_layers() -> None:
-    run_ranks(by_layers, 2, ["ignored labels", "a mask by hand", "2d", "smoothed, with weights", "a sum"])
+    run_ranks(
+        by_layers, 2, ["ignored labels", "a mask by hand", "losses that are chosen", "smoothed, with weights", "a sum"]
+    )
 
 
 @pytest.mark.share(1)

@@ -155,6 +155,7 @@ class _Probe:
         found = [self.look(group, part) for part, group in groups.items()]
         (one, two, three), trace = (loss for loss, _ in found), found[-1][1]
         if not all(map(math.isfinite, (one, two, three))):
+            trace.blind = trace.blind or trace.chooses
             return trace, None
         near = self.tolerance * (abs(one) + abs(two) + abs(three))
         fits = set[Divisor]()
@@ -162,6 +163,8 @@ class _Probe:
             a, b, both = self._sizes(trace, divisor, list(groups.values()))
             if both and abs((a * one + b * two) / both - three) <= near:
                 fits.add(divisor)
+        if NOTHING not in fits or not one:  # a row that has no loss adds up by every rule
+            trace.blind = trace.blind or trace.chooses
         return trace, fits
 
     def _sizes(self, trace: Trace, divisor: Divisor, groups: list[list[int]]) -> list[float]:

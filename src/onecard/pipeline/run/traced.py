@@ -18,6 +18,7 @@ aten = torch.ops.aten
 _NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _DIVISIONS = (aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar)
 _PRODUCTS = (aten.mul.Tensor, aten.mul_.Tensor)
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 _MEAN = 1
 
@@ -57,6 +58,8 @@ class Made:
         function: Any = self.function
         if function in _SIZED and self.rows and args[1] and args[1][0] > 0:  # the first dim has the rows
             args = (args[0], [args[1][0] * args[0].shape[0] // self.rows, *args[1][1:]])
+        if function in _VIEWS:  # rows of labels may lie apart, as those of ids[:, 1:] do
+            function = torch.reshape
         if isinstance(function, OpOverload) and function._schema.is_mutable:
             args = (args[0].clone(), *args[1:])
         try:
@@ -79,14 +82,15 @@ class Trace(DispatchMode):
     """Runs a loss, and notes what it divides by.
 
     Attributes:
-        divisors: numbers that are made of the labels alone.
+        divisors: numbers that are made of the labels alone, and how many elements labels choose, by which a mean divides.
         blind: why there may be others that cannot be seen; "" if there are none.
+        chooses: why rows that are not the labels' may decide how many elements count, which matters unless it is a sum.
     """
 
     def __init__(self, values: Any, labels: Any) -> None:
         super().__init__()
         self.divisors: list[Made] = []
-        self.blind = ""
+        self.blind = self.chooses = ""
         self._read: list[float] = []
         self._held: list[Any] = []  # so that identities stay theirs
         self._made: dict[int, Made] = {}
@@ -113,6 +117,7 @@ class Trace(DispatchMode):
         of_labels = any(id(x) in self._made for x in given)
         self._look(func, args, of_values)
         result = func(*args, **kwargs)
+        self._choose(func, args)
         if of_labels and func is aten._local_scalar_dense.default:
             self._read.append(float(result))
         if of_values or (of_labels and any(isinstance(x, DistTensor) for x in given)):
@@ -140,6 +145,19 @@ class Trace(DispatchMode):
         elif func in (*_DIVISIONS, *_PRODUCTS):
             for by in args[1:2] if func in _DIVISIONS else args[:2]:
                 self._divided(by, func in _PRODUCTS)
+
+    def _choose(self, func: Any, args: Any) -> None:
+        """Whether this call chooses elements, and whose values say how many."""
+        if func is aten.topk.default and args[2:3] in ((), (-1,), (0,)) and args[0].dim() == 1:
+            self.blind = "rows that topk() takes from all"
+        masks = {aten.index.Tensor: args[1:2], aten.masked_select.default: args[1:2], aten.nonzero.default: args[:1]}
+        for mask in tree_leaves(masks.get(func, ())):
+            if not isinstance(mask, Tensor) or (func is not aten.nonzero.default and mask.dtype is not torch.bool):
+                continue
+            if (known := self._made.get(id(mask))) is not None:
+                self.divisors.append(Made(torch.count_nonzero, (known,)))
+            elif id(mask) in self._of_values:
+                self.chooses = "a number of elements that is decided by what the model returns"
 
     def _divided(self, by: Any, is_product: bool) -> None:
         known = self._made.get(id(by)) if isinstance(by, Tensor) else None
