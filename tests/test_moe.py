@@ -273,6 +273,44 @@ def test_mistakes_are_told() -> None:
     run_ranks(mistakes, 2)
 
 
+def groups_that_do_not_fit() -> None:
+    hcg = begin(mp=2)
+    along, everyone = hcg.get_model_parallel_group(), of_ranks([0, 1])
+    with pytest.raises(fleet.FleetError, match=r"ranks \[0, 1\] along mp have different experts already"):
+        mp.GroupedExperts(4, 8, 16, moe_group=everyone, mp_group=along)
+    with pytest.raises(fleet.FleetError, match=r"cut along ranks \[0, 1\] .* and the layer has no mp_group"):
+        mp.MoELayer(8, mp.GroupedExperts(4, 8, 16, mp_group=along), {"type": "topk"})
+    with pytest.raises(
+        fleet.FleetError, match=r"moe_group has ranks \[0, 1\], and the experts are those of ranks \[\d\]"
+    ):
+        mp.MoELayer(8, mp.GroupedExperts(4, 8, 16), {"type": "topk"}, moe_group=everyone, mp_group=along)
+    with pytest.raises(fleet.FleetError, match=r"ranks \[0, 1\] along mp have the same tokens"):
+        mp.MoELayer(8, [nn.Linear(8, 8)] * 2, {"type": "topk"}, moe_group=everyone)
+
+
+def test_groups_of_a_layer_and_its_experts_fit_or_are_refused() -> None:
+    run_ranks(groups_that_do_not_fit, 2)
+
+
+def joined(alone: bool) -> Tensor:
+    """A stack of experts that is divided among ranks along mp too, each of which sends a part of the tokens."""
+    along = everyone = None
+    if not alone:
+        along, everyone = begin(mp=2).get_model_parallel_group(), of_ranks([0, 1])
+    torch.manual_seed(0)
+    stack = mp.GroupedExperts(4, 8, 16, moe_group=everyone)
+    layer = mp.MoELayer(8, stack, {"type": "topk", "top_k": 2}, moe_group=everyone, mp_group=along)
+    for p in layer.gate.parameters():
+        torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(1))
+    return layer(torch.linspace(-1, 1, 48).view(6, 8)).detach()
+
+
+def test_a_stack_over_ranks_along_mp() -> None:
+    wanted = joined(True)
+    for found in run_ranks(joined, 2, False):
+        close(found, wanted, "outputs")
+
+
 def crowded() -> list[str]:
     begin(dp=2, ep=2)
     layers.LEAST, layers.LOUD = 0, 1.5

@@ -96,12 +96,38 @@ class MoELayer(nn.Module):
             raise FleetError("MoELayer(sequence_parallel=True): mp_group says which ranks have parts of the sequence")
         self.sequence_parallel, self.overlap = sequence_parallel, overlap
         self.experts = _experts(experts, num_experts, self.group)
+        self._check_groups()
         self.owned: list[int] = self.experts.owned
         self.gate = _gate(gate, d_model, sum(self.owned))
         self.shared_experts = shared_experts
         self.along_mp = self._along_mp()
         self._mark()
         self.counts = Counts(sum(self.owned))
+
+    def _check_groups(self) -> None:
+        """Whether the layer sends tokens to the ranks that have the experts, and puts together what these cut."""
+        stack = self.experts
+        theirs = stack.experts_group if isinstance(stack, GroupedExperts) else stack.group
+        if theirs.ranks != self.group.ranks:
+            raise FleetError(
+                f"MoELayer: moe_group has ranks {list(self.group.ranks)}, and the experts are those of ranks "
+                f"{list(theirs.ranks)}: give both the same group, MoELayer(..., {type(stack).__name__}(..., moe_group=group), "
+                "moe_group=group)"
+            )
+        cut = stack.mp_group if isinstance(stack, GroupedExperts) else None
+        if cut is not None and cut.size > 1 and (self.mp_group is None or cut.ranks != self.mp_group.ranks):
+            mine = "no mp_group" if self.mp_group is None else f"mp_group of ranks {list(self.mp_group.ranks)}"
+            raise FleetError(
+                f"MoELayer: each expert is cut along ranks {list(cut.ranks)} (GroupedExperts(mp_group=)), whose results are "
+                f"summands, and the layer has {mine}: give it the same one"
+            )
+        along = topology.get_hybrid_communicate_group().group("mp").ranks if topology.begun() else ()
+        if self.mp_group is None and len({*along} & {*self.group.ranks}) > 1:
+            raise FleetError(
+                f"MoELayer: ranks {list(along)} along mp have the same tokens, and moe_group's ranks {list(self.group.ranks)} "
+                "have several of them, which would all send theirs: "
+                "MoELayer(..., mp_group=hcg.get_model_parallel_group()), by which each sends a part"
+            )
 
     def _mp(self) -> bool:
         return self.mp_group is not None and self.mp_group.size > 1
@@ -113,7 +139,10 @@ class MoELayer(nn.Module):
         if not self._mp():
             return "own"
         inside = not isinstance(self.experts, GroupedExperts)
-        cut = any(held(p).is_cut_among(self.mp_group) for p in self.experts.parameters())  # type: ignore[arg-type]
+        if inside:
+            cut = any(held(p).is_cut_among(self.mp_group) for p in self.experts.parameters())  # type: ignore[arg-type]
+        else:  # whose group of experts may have the ranks along mp, too
+            cut = self.experts.mp_group is not None
         if not cut:
             return "own" if self.sequence_parallel else "sliced"
         if self.sequence_parallel:

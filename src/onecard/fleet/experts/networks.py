@@ -134,6 +134,12 @@ class GroupedExperts(Parallel):
             raise FleetError(f"GroupedExperts: activation is {activation!r}, of {', '.join(_ACTIVATIONS)}")
         if num_experts < experts.size:
             raise FleetError(f"GroupedExperts: {num_experts} experts for {experts.size} ranks: each has one at least")
+        if mp_group is not None and mp_group.size > 1 and {*mp_group.ranks} & {*experts.ranks} != {world.get_rank()}:
+            raise FleetError(
+                f"GroupedExperts: ranks {list(mp_group.ranks)} along mp have different experts already, by moe_group's ranks "
+                f"{list(experts.ranks)}: cut along both, no rank has all of one. Leave mp_group out here "
+                "(MoELayer(mp_group=) sends each rank's part of the tokens), or take moe_group without them"
+            )
         self.experts_group, self.mp_group = experts, mp_group
         self.group = joint(experts, mp_group)
         self.owned, self.act = part_sizes(num_experts, experts.size), activation
