@@ -352,3 +352,33 @@ def test_an_optimizer_without_its_model_is_told_what_it_lacks(tmp_path: Path) ->
         oc.checkpoint.load(tmp_path / "both", {"optimizer": its})
     oc.checkpoint.load(tmp_path / "both", {"model": other, "optimizer": its})
     assert torch.equal(its.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.1),
+}
+
+
+@pytest.mark.parametrize("saved", OPTIMIZERS)
+def test_states_of_another_class_are_refused(saved: str, tmp_path: Path) -> None:
+    """AdamW's were taken for SGD's, with its weight decay."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = OPTIMIZERS[saved](model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.2, 9, cycle_momentum=False
+    )  # which puts options of its own into groups
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    oc.checkpoint.save({"optimizer": optimizer}, tmp_path / "saved")
+    for kind, made in OPTIMIZERS.items():
+        other = made(model.parameters())
+        if kind == saved:
+            oc.checkpoint.load(tmp_path / "saved", {"optimizer": other})
+            assert len(other.state) == 2
+        else:
+            with pytest.raises(CheckpointError, match=f"which {kind} has not, .* it was of another class"):
+                oc.checkpoint.load(tmp_path / "saved", {"optimizer": other})
+            assert not other.state

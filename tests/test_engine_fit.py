@@ -122,6 +122,32 @@ def simple(**options: Any) -> tuple[oc.Engine, torch.optim.Optimizer]:
     return oc.Engine(model, labels_flat, optimizer, oc.Accuracy(), **given), optimizer
 
 
+def _left(folder: Path | None, leave_at: int) -> Any:
+    """Losses and weights of a fit whose callback ends it after a step."""
+    torch.manual_seed(5)
+    model = Dropping(0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    engine = oc.Engine(model, labels_flat, optimizer, scheduler=scheduler, scheduler_each="epoch")
+
+    def leave(step: int, logs: Any) -> None:
+        engine.stop_training = step == leave_at
+
+    how: Any = {"shuffle": True, "save_dir": folder, "verbose": 0, "callbacks": [leave]}
+    oc.manual_seed(3)
+    losses = engine.fit(programs.Samples(COUNT), programs.Samples(5), BATCH, 3, **how).losses
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("leave_at", [5, 7])  # in the midst of a pass, and with its last batch
+def test_a_fit_that_a_callback_ends_goes_on_where_it_was(tmp_path: Path, leave_at: int) -> None:
+    wanted, weights = _left(None, -1)
+    assert len(_left(tmp_path / "fit", leave_at)[0]) == leave_at + 1
+    losses, found = _left(tmp_path / "fit", -1)
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    assert all(torch.allclose(one, other) for one, other in zip(found, weights, strict=True))
+
+
 def test_passes_and_whom_they_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     engine, _ = simple()
     watching, steps = Watching(), []

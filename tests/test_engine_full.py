@@ -63,6 +63,27 @@ def test_the_plan_is_found_and_the_numbers_are_one_cards(how):
         assert tp == "2" and placements == "(Shard(dim=0),)"
 
 
+def _where_memory_is_short(dtype: torch.dtype) -> tuple[list[float], str]:
+    from onecard.engine import full
+
+    found = full.plan
+    full.plan = lambda *args, **kwargs: found(*args, **kwargs, objective="memory")  # type: ignore[attr-defined]
+    torch.manual_seed(2)
+    model, data = MLP(16, 64).to(dtype), Pairs()
+    data.x, data.y = data.x.to(dtype), data.y.to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = oc.Engine(model, nn.MSELoss(), optimizer, strategy={"auto_mode": "full"})
+    losses = engine.fit(data, batch_size=6, verbose=0).losses
+    return [float(x) for x in losses], "" if engine.plans is None else f"{engine.strategy.sharding.enable}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_the_plan_asks_for_is_enabled(dtype):
+    wanted, _ = _where_memory_is_short(dtype)
+    for found, enabled in run_ranks(_where_memory_is_short, 2, dtype):
+        assert found == pytest.approx(wanted, rel=1e-5) and enabled == "True"
+
+
 def test_what_is_enabled_is_pinned():
     wanted = _fit("semi", "fit")[0]
     given = {"sharding": {"enable": True, "stage": 2}}

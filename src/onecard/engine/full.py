@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,10 @@ ALWAYS = {"cp": 1, "replicas": 1, "stages": (), "recompute_blocks": 0}
 IN_ONE = {"pp": 1, "microbatches": 1}
 """A batch in microbatches is one card's step if the loss is a mean and no layer looks at statistics of the batch: that is the
 user's to say, by ``pipeline`` or ``gradient_merge``."""
+
+
+OWN_DTYPES: dict[str, Any] = dict.fromkeys(("parameters", "compute", "gradients", "states"), "float32")
+"""Dtypes are the program's own, as for ``parallelize``: a plan that computes in another would train another program."""
 
 
 def is_wanted(engine: Any) -> bool:
@@ -90,8 +95,8 @@ def _loss_of(loss: Any) -> Any:
 def apply(engine: Any, found: Plans, optimizers: Any) -> None:
     """Mark the model as the best plan has it, and say the rest in the strategy."""
     best = found.best
-    config = config_of(best)
-    strategy = engine.strategy
+    config = config_of(replace(best, **OWN_DTYPES))
+    strategy = engine.strategy.copy()
     if best.tp > 1:
         sizes = [(PIPELINE[0], best.pp), ("dp", best.dp), ("tp", best.tp)]
         sizes = [(name, size) for name, size in sizes if size > 1]
@@ -99,11 +104,14 @@ def apply(engine: Any, found: Plans, optimizers: Any) -> None:
         where = lambda name: placed(best.placements, name, mesh.dim_names)  # noqa: E731
         lay_out(engine.model, mesh, optimizers, where, zero=best.zero if best.dp > 1 else 0)
         hold_outputs(best.outputs, engine.model)
-    for section in ("sharding", "pipeline", "recompute", "gradient_merge"):
+    # Microbatches of a pipeline that was asked for are its own.
+    merge = () if strategy.pipeline.enable else ("gradient_merge",)
+    for section in ("sharding", "pipeline", "recompute", *merge):
         if not getattr(strategy, section).enable and config[section]["enable"]:
             getattr(strategy, section).update(config[section])
     if strategy.pipeline.enable and strategy.pipeline.degree == -1:
         strategy.pipeline.degree = best.pp
+    object.__setattr__(engine, "strategy", strategy.owned_by("an Engine"))  # a user would change it too late
 
 
 def example(data: Any, batch_size: int, collate: Any) -> Any:

@@ -116,7 +116,8 @@ def fit(
             run.end_epoch(logs)
             shown.epoch(run.epoch, logs)
             run.tell("on_epoch_end", run.epoch - 1, logs)
-            if run.folder is not None and (run.epoch % save_freq == 0 or run.epoch == epochs or engine.stop_training):
+            due = run.epoch % save_freq == 0 or run.epoch == epochs or engine.stop_training
+            if due and not run.left:  # of a pass that was left there is a checkpoint, with its place
                 run.save()
         run.tell("on_train_end", run.history.epochs[-1] if run.history.epochs else {})
     run.finish()
@@ -202,7 +203,7 @@ class _Run:
         self.engine, self.loader, self.folder, self.keep, self.tell = engine, loader, folder, keep, tell
         self.epoch = self.step = self.in_epoch = 0
         self.mean, self.history = Mean(), History()
-        self.stopped = False
+        self.stopped = self.left = False
         self.saving: Any = None
 
     def begin(self, resume: bool) -> None:
@@ -272,9 +273,10 @@ def _epoch(run: _Run, most: int | None, save_steps: int | None, shown: Shown) ->
         shown.step(run.epoch, run.in_epoch, logs)
         run.tell("on_train_batch_end", run.step - 1, logs)
         run.stopped = run.folder is not None and checkpoint.preempted()
-        if run.stopped or (save_steps and run.step % save_steps == 0):
+        run.left = engine.stop_training
+        if run.stopped or run.left or (save_steps and run.step % save_steps == 0):
             run.save(wait=run.stopped)
-        if run.stopped or engine.stop_training:
+        if run.stopped or run.left:
             break
     if not run.in_epoch:
         raise no_batches("train", run.epoch)

@@ -15,7 +15,7 @@ from onecard.auto.apply import Applied
 from onecard.auto.entrance import Entrance
 from onecard.comm.world import world
 from onecard.engine.again import recompute_in
-from onecard.engine.full import ALWAYS, IN_ONE
+from onecard.engine.full import ALWAYS, IN_ONE, OWN_DTYPES
 from onecard.engine.options import static_options
 from onecard.engine.strategy import Strategy
 from onecard.errors import EngineError, PlanError
@@ -28,9 +28,6 @@ from onecard.static import api
 from onecard.static.call import name_of
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import all_or_none
-
-_OWN: dict[str, Any] = dict.fromkeys(("parameters", "compute", "gradients", "states"), "float32")
-"""Dtypes are the step's own, as for ``parallelize``: a plan that computes in another would train another program."""
 
 
 class PlannedStep:
@@ -76,7 +73,7 @@ class PlannedStep:
             starts_of(self.plan, model)
         del parts
         gc.collect()  # graphs of what was looked at hold the parameters, in cycles; then they could not be swapped
-        plan, at = replace(self.plan, stages=(), recompute_blocks=0, **_OWN), starts_of(self.plan, model)
+        plan, at = replace(self.plan, stages=(), recompute_blocks=0, **OWN_DTYPES), starts_of(self.plan, model)
         strategy = Strategy.of_plan(plan)
         applied = Applied(replace(plan, recompute="none"), beside=("pp", "microbatches"))
         strategy.pipeline.at = tuple(at)

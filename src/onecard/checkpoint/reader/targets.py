@@ -245,7 +245,7 @@ class StateWalk:
         if node is _NOTHING:
             self._lacks(path)
             return target
-        names = self.names.of_optimizer(target, group_names(node, path, self.changes))
+        names = self.names.of_optimizer(target, group_names(node, path, self.changes, target))
         params = [p for group in target.param_groups for p in group["params"]]
         own = target.state_dict()
         below = tree.children(node) or {}
