@@ -171,6 +171,16 @@ def test_labels_that_differ_by_little_are_told_apart() -> None:
     assert weights(loss, out, y, shares) == [0.25] * 4  # not the first divisor's
 
 
+def test_a_first_row_without_loss_shows_nothing() -> None:
+    out, y = batch()
+    y[0] = -100
+    with pytest.raises(ScheduleError, match="compares rows"):
+        weights(lambda out, y: ce(out, y, reduction="none").sort(descending=True).values[:3].mean(), out, y)
+    assert weights(MEANS["a sum"], out, y) == [1.0] * 4
+    heaviest: Loss = lambda out, y: ce(out, y, weight=WEIGHT * (WEIGHT.topk(3).values[-1] <= WEIGHT))  # noqa: E731
+    assert len(weights(heaviest, out, y)) == 4  # topk of what is no row
+
+
 def test_labels_that_do_not_lie_in_one_piece() -> None:
     """As those of a language model: ``ids[:, 1:]``."""
     out, y = batch()

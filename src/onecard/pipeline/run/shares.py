@@ -151,6 +151,8 @@ class _Probe:
 
     def fitting(self, p: int, q: int) -> tuple[Trace, set[Divisor] | None]:
         """The divisors that explain the loss of rows p, p, q by those of p and of p, q; None: nothing can be seen."""
+        if not self.look([p], (0, 1))[0]:  # by a row that has no loss every rule adds up
+            p, q = q, p
         groups = {(0, 1): [p], (1, 3): [p, q], (0, 3): [p, p, q]}
         found = [self.look(group, part) for part, group in groups.items()]
         (one, two, three), trace = (loss for loss, _ in found), found[-1][1]

@@ -148,7 +148,7 @@ class Trace(DispatchMode):
 
     def _choose(self, func: Any, args: Any) -> None:
         """Whether this call chooses elements, and whose values say how many."""
-        if func is aten.topk.default and args[2:3] in ((), (-1,), (0,)) and args[0].dim() == 1:
+        if func is aten.topk.default and id(args[0]) in self._of_values and args[0].dim() == 1:
             self.blind = "rows that topk() takes from all"
         masks = {aten.index.Tensor: args[1:2], aten.masked_select.default: args[1:2], aten.nonzero.default: args[:1]}
         for mask in tree_leaves(masks.get(func, ())):
