@@ -382,3 +382,5 @@ def test_states_of_another_class_are_refused(saved: str, tmp_path: Path) -> None
             with pytest.raises(CheckpointError, match=f"which {kind} has not, .* it was of another class"):
                 oc.checkpoint.load(tmp_path / "saved", {"optimizer": other})
             assert not other.state
+            with pytest.raises(CheckpointError, match=r"of the state dict has not, .* it was of another class"):
+                oc.load_state_dict({"optimizer": other.state_dict()}, tmp_path / "saved")

@@ -127,3 +127,39 @@ def test_a_gradient_may_be_asked_for_where_fleet_is_in_use():
     assert x.grad is None
     with torch.no_grad(), pytest.raises(StageError, match="of x"):
         x.sum().item()
+
+
+def _weighed() -> dict[str, Any]:
+    """A loss' class weights in its module, others beside it, and a table that the step writes to."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    beside, table = torch.tensor([2.0, 1.0, 1.0, 0.5]), torch.zeros(4)
+    x, y = torch.randn(8, 6), torch.randint(0, 4, (8,))
+    loss_of = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 3.0]))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        loss = loss_of(out, y) + F.cross_entropy(out, y, weight=beside)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        table.add_(model[4].bias.detach())
+        return loss.detach()
+
+    run = oc.to_static(step, stages=oc.Stages(2, at=["2"])) if oc.get_world_size() > 1 else step
+    losses = [run(x, y).item() for _ in range(3)]
+    plain = loss_of(torch.zeros(4, 4), y[:4]).item(), beside.sum().item()
+    try:
+        return {"losses": losses, "plain": plain, "table": table.sum().item(), "weight": loss_of.weight}
+    except StageError as told:
+        return {"losses": losses, "plain": plain, "table": str(told)}
+
+
+def test_what_a_loss_reads_and_nobody_writes_all_ranks_keep():
+    plain = _weighed()
+    first, last = run_ranks(_weighed, 2)
+    assert last["losses"] == first["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert last["plain"] == first["plain"] == plain["plain"]
+    assert last["table"] == pytest.approx(plain["table"], rel=1e-5)
+    assert "table" in first["table"] and "was given back" in first["table"]  # it would be an old one

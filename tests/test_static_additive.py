@@ -266,3 +266,29 @@ def test_in_a_pipeline() -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+def _refused_and_caught() -> float:
+    mesh = oc.ProcessMesh(range(2), ["dp"])
+    x = oc.shard_tensor(torch.arange(16.0).view(16, 1).repeat(1, 4), mesh, [oc.Shard(0)])
+    y = oc.shard_tensor(torch.arange(16) % 4, mesh, [oc.Shard(0)])
+    model = oc.shard_layer(nn.Linear(4, 4), mesh)
+    optimizer = oc.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x)[:5], y[:5])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = oc.to_static(step, k_steps=2)
+    run(x, y)
+    with pytest.raises(RecordingError, match="takes rows of the batch together"):
+        run(x, y)
+    return (x * 2).sum().item() + sum(x.sum(0).full_tensor().tolist())
+
+
+def test_ranks_agree_on_messages_again_where_a_refused_recording_is_caught():
+    """A recording without data writes messages down that nobody sends; ranks may come to the refusal at different ones."""
+    assert run_ranks(_refused_and_caught, 2) == [1440.0, 1440.0]

@@ -17,14 +17,17 @@ def by_text(node: Any) -> dict[str, Any]:
     return {str(key): item for key, item in (tree.children(node) or {}).items()}
 
 
-def group_names(node: Any, path: str, changes: Sequence[Change], optimizer: Optimizer | None = None) -> list[list[str]]:
+def group_names(node: Any, path: str, changes: Sequence[Change], target: Optimizer | dict[str, Any]) -> list[list[str]]:
     """The names in each group of a saved optimizer, as far as there are any.
 
+    Args:
+        target: the optimizer, or its state dict, that is to be filled.
+
     Raises:
-        CheckpointError: it was of another class than the optimizer that is to be filled.
+        CheckpointError: the saved one was of another class.
     """
     groups: Any = (tree.children(node) or {}).get("param_groups")
-    _check_class(groups, optimizer, path)
+    _check_class(groups, target, path)
     try:
         saved = [{"params": list((tree.children(group["params"]) or {}).values())} for group in groups]
         return members(saved, path, changes)
@@ -32,14 +35,18 @@ def group_names(node: Any, path: str, changes: Sequence[Change], optimizer: Opti
         return []
 
 
-def _check_class(groups: Any, optimizer: Optimizer | None, path: str) -> None:
+def _check_class(groups: Any, target: Optimizer | dict[str, Any], path: str) -> None:
     """Whether an optimizer has options that the saved one had not, and the other way round; versions and schedulers add some."""
-    if optimizer is None or not isinstance(groups, list) or not groups or not isinstance(groups[0], Mapping):
+    if isinstance(target, Optimizer):
+        kind, own, options = type(target).__name__, target.param_groups, target.defaults
+    else:
+        kind, own = "the optimizer of the state dict", target["param_groups"]
+        options = own[0] if own else {}
+    if not isinstance(groups, list) or not groups or not isinstance(groups[0], Mapping) or not own:
         return
-    lacks = [key for key in optimizer.defaults if key not in groups[0]]
-    foreign = [k for k in groups[0] if k not in optimizer.param_groups[0] and k not in _OF_SCHEDULERS and k != "params"]
+    lacks = [key for key in options if key not in (*groups[0], *_NO_OPTIONS)]
+    foreign = [key for key in groups[0] if key not in (*own[0], *_NO_OPTIONS)]
     if lacks and foreign:
-        kind = type(optimizer).__name__
         raise CheckpointError(
             f"{path}: the saved optimizer has the options {', '.join(foreign)}, which {kind} has not, and {kind} has "
             f"{', '.join(lacks)}: it was of another class, whose states and options would be taken for {kind}'s. Make the one "
@@ -47,8 +54,8 @@ def _check_class(groups: Any, optimizer: Optimizer | None, path: str) -> None:
         )
 
 
-_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names")
-"""Options that schedulers and names of parameters put into groups."""
+_NO_OPTIONS = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+"""Parameters, their names, and what schedulers put into groups."""
 
 
 def members(groups: Sequence[Mapping[str, Any]], path: str, changes: Sequence[Change]) -> list[list[str]]:

@@ -315,7 +315,7 @@ class StateWalk:
         """An optimizer's state dict: filled where it has states, else made whole."""
         if node is _NOTHING or tree.children(node) is None:
             return self._dict(target, node, path)
-        names = self.names.of_state_dict(target, group_names(node, path, self.changes))
+        names = self.names.of_state_dict(target, group_names(node, path, self.changes, target))
         params = dict(zip(names, self.names.entries_of(names), strict=True))
         numbers = [n for group in target["param_groups"] for n in group["params"]]
         below = tree.children(node) or {}

@@ -136,10 +136,15 @@ def _started(what: Message, into: Tensor, given: Tensor) -> Handle:
 
 
 def _sent(what: Message, into: Tensor, given: Tensor) -> None:
-    group = what.group
+    group, written = what.group, recording()
     if given.is_meta:  # a rehearsal: shapes without data
-        if recording():
+        if written:
             recorded.recorder.message(what, into, given)
+        return
+    if (
+        written and not recorded.recorder.computes
+    ):  # nobody sends it, and what is caught on the way is no message missed
+        recorded.recorder.message(what, moved(into), moved(given))
         return
     if what.operation in _FOR_THEMSELVES:
         told.serving.here = ("", "", ())
@@ -154,7 +159,7 @@ def _sent(what: Message, into: Tensor, given: Tensor) -> None:
             check.collective(what.name, group.ranks, given)
         if traced:
             _traced(what, into, given)
-        elif recording():
+        elif written:
             recorded.recorder.message(what, moved(into), moved(given))
         else:
             what.send(into, given)

@@ -21,6 +21,7 @@ from onecard.errors import RecordingError, ScheduleError
 from onecard.pipeline.cut.alike import check_alike, check_batch
 from onecard.pipeline.cut.halved import halved
 from onecard.pipeline.cut.lists import by_place
+from onecard.pipeline.cut.on_rank import on_rank
 from onecard.pipeline.cut.parts import Parts
 from onecard.pipeline.cut.places import NodeRanks
 from onecard.pipeline.cut.products import adding_products
@@ -35,7 +36,7 @@ from onecard.static.passes.dependence import Doubt
 from onecard.static.passes.microbatches import BatchRows, Microbatches, asked, check_mergeable
 from onecard.static.passes.once import Once, phase_of, words
 from onecard.static.run.agreed import all_or_none
-from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, RecordedStep
+from onecard.static.step.step import AnyStep, RecordedStep
 from onecard.tensor.buckets import apart
 from onecard.tensor.dispatch.entry import divided
 from onecard.tensor.dist_tensor import DistTensor
@@ -326,51 +327,3 @@ def _check_own_messages(places: NodeRanks, ranks: tuple[int, ...]) -> None:
                 "pipeline has, so that other ranks would not send it, or send another tensor. Leave it out: each rank is given "
                 "the whole batch, the loss and the gradients are the whole batch's, and clipping takes the norm of all stages"
             )
-
-
-def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
-    """The recording of the rank at a place: what other ranks leave in the program is not there."""
-    graph = weave.graph_of(place)
-    (output,) = graph.find_nodes(op="output")
-    (output_before,) = weave.places.graph.find_nodes(op="output")
-    given: Any = output.args[0]
-    given_before: Any = output_before.args[0]
-    kept = [i for i, n in enumerate(given) if n is not None]
-    numbers = {old: new for new, old in enumerate(kept)}
-    graph.erase_node(output)
-    graph.output(tuple(given[i] for i in kept))
-
-    def moved(x: Any) -> Any:
-        return replace(x, position=numbers[x.position]) if isinstance(x, Output) else x
-
-    effects, staged = list[Effect](), [*_held(recording, weave, place)]
-    for effect in recording.effects:
-        if effect.output is None or effect.output.position in numbers:
-            effects.append(replace(effect, output=moved(effect.output)))
-        elif effect.kind == "gradient":
-            effects.append(replace(effect, output=None))
-        if effect.kind == "new state" and effect.output is not None:
-            node = given_before[effect.output.position]
-            here = effect.output.position in numbers
-            name = f"the optimizer's {effect.where[-1]}"
-            staged.append(Elsewhere(effect.where, node.meta["tensor"], effect.output.spec, here, (), name, True))
-    made = recording.with_graph(graph)
-    made.results, made.effects, made.elsewhere = tuple(map(moved, recording.results)), tuple(effects), tuple(staged)
-    return made
-
-
-def _held(recording: RecordedStep, weave: Weave, place: int) -> Iterator[Elsewhere]:
-    """Which of the program's tensors this rank has; such as share memory go together."""
-    nodes = weave.places.graph.find_nodes(op="placeholder")
-    used: dict[int, set[int]] = {}
-    for i, (known, node) in enumerate(zip(recording.inputs, nodes, strict=True)):
-        used.setdefault(i if known.within is None else known.within, set()).update(weave.places.holders(node))
-    for i, known in enumerate(recording.inputs):
-        ranks = used[i if known.within is None else known.within]
-        kept = not ranks or len(ranks) == len(weave.ranks)
-        if known.kind in _OF_STAGES and known.facts and not kept:
-            stages = weave.places.stages.get(nodes[i], ())
-            yield Elsewhere(known.where, known.facts, known.spec, place in ranks, stages, known.name)
-
-
-_OF_STAGES = ("parameter", "buffer", "state", "tensor")

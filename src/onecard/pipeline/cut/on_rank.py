@@ -1,0 +1,65 @@
+"""What of a recorded step that is cut into stages one rank has: its graph, its effects and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from onecard.pipeline.cut.weave import Weave
+from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, RecordedStep
+
+
+def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
+    """The recording of the rank at a place: what other ranks leave in the program is not there."""
+    graph = weave.graph_of(place)
+    (output,) = graph.find_nodes(op="output")
+    (output_before,) = weave.places.graph.find_nodes(op="output")
+    given: Any = output.args[0]
+    given_before: Any = output_before.args[0]
+    kept = [i for i, n in enumerate(given) if n is not None]
+    numbers = {old: new for new, old in enumerate(kept)}
+    graph.erase_node(output)
+    graph.output(tuple(given[i] for i in kept))
+
+    def moved(x: Any) -> Any:
+        return replace(x, position=numbers[x.position]) if isinstance(x, Output) else x
+
+    effects, staged = list[Effect](), [*_held(recording, weave, place)]
+    for effect in recording.effects:
+        if effect.output is None or effect.output.position in numbers:
+            effects.append(replace(effect, output=moved(effect.output)))
+        elif effect.kind == "gradient":
+            effects.append(replace(effect, output=None))
+        if effect.kind == "new state" and effect.output is not None:
+            node = given_before[effect.output.position]
+            here = effect.output.position in numbers
+            name = f"the optimizer's {effect.where[-1]}"
+            staged.append(Elsewhere(effect.where, node.meta["tensor"], effect.output.spec, here, (), name, True))
+    made = recording.with_graph(graph)
+    made.results, made.effects, made.elsewhere = tuple(map(moved, recording.results)), tuple(effects), tuple(staged)
+    return made
+
+
+def _held(recording: RecordedStep, weave: Weave, place: int) -> Iterator[Elsewhere]:
+    """Which of the program's tensors this rank has; such as share memory go together.
+
+    What nobody writes, and no model has (a loss' class weights), the program may read itself: all keep it.
+    """
+    nodes, memory = weave.places.graph.find_nodes(op="placeholder"), weave.places.order.memory
+    memories = [i if known.within is None else known.within for i, known in enumerate(recording.inputs)]
+    used = dict[int, set[int]]()
+    for i, node in zip(memories, nodes, strict=True):
+        used.setdefault(i, set()).update(weave.places.holders(node))
+    written = {i for i, node in zip(memories, nodes, strict=True) if not memory.steady(node)}
+    models = {known.where[1] for known in recording.inputs if known.kind == "parameter"}
+    for known, node, i in zip(recording.inputs, nodes, memories, strict=True):
+        kept = len(used[i]) in (0, len(weave.ranks))
+        if known.kind == "tensor" or (known.kind == "buffer" and known.where[1] not in models):
+            kept = kept or i not in written
+        if known.kind in _OF_STAGES and known.facts and not kept:
+            stages = weave.places.stages.get(node, ())
+            yield Elsewhere(known.where, known.facts, known.spec, place in used[i], stages, known.name)
+
+
+_OF_STAGES = ("parameter", "buffer", "state", "tensor")
