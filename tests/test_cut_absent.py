@@ -19,9 +19,9 @@ from onecard.comm.issue.message import issue, message
 from onecard.comm.issue.ranks import of_ranks
 from onecard.errors import StageError
 from onecard.fleet.gradients import hooks
+from onecard.tensor.staged import is_elsewhere, note_read, note_stage
 from onecard.testing import run_ranks
 from onecard.train.absent import let_go
-from onecard.train.shard import is_elsewhere, note_read, note_stage
 
 HABITS: dict[str, Callable[[Any], Any]] = {
     "a norm of all": lambda p: float(torch.nn.utils.parameters_to_vector(p.model.parameters()).norm()),

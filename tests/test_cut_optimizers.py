@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import onecard as oc
+from onecard.tensor.staged import is_elsewhere
 from onecard.testing import run_ranks
-from onecard.train.shard import is_elsewhere
 
 
 def losses(name: str, foreach: bool, plan: oc.Plan | None = None) -> list[float]:

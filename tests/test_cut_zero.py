@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard import recorded
+from onecard.tensor.staged import is_elsewhere
 from onecard.testing import run_ranks
-from onecard.train.shard import is_elsewhere
 from onecard.train.zero.gathered import GatheredParameter
 
 

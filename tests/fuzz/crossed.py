@@ -41,8 +41,8 @@ from onecard import fleet
 from onecard.auto.rank import Job, begin
 from onecard.errors import OnecardError, StageError
 from onecard.place.boxes import slices
+from onecard.tensor.staged import is_elsewhere
 from onecard.testing import RankError, RankTimeout, run_ranks
-from onecard.train.shard import is_elsewhere
 
 
 class Step(At):

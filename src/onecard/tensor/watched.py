@@ -17,6 +17,7 @@ from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
 from onecard.rules.call import Path
 from onecard.tensor.dist_tensor import COPIES, DistTensor, copied_axes
+from onecard.tensor.staged import own_stages
 
 READ_APART = (
     ". If each rank reads its own part of the data (a DistributedSampler): take the sampler away, onecard.shard_dataloader("
@@ -27,14 +28,16 @@ READ_APART = (
 class Operands:
     """The plain operands of one kind of call: they count as Replicate, so that every rank must hold the same.
 
-    Calls outside autograd are counted apart: one rank may evaluate on its own.
+    Calls outside autograd are counted apart: one rank may evaluate on its own. So is each stage of a pipeline: of
+    what others have it leaves calls out.
     """
 
     def __init__(self, operator: str, paths: Sequence[tuple[str, Path]], mesh: ProcessMesh) -> None:
-        self.operator, self.paths, self.here = operator, paths, mesh.coordinate() is not None
-        self.apart = mesh in groups.apart.here
+        self.operator, self.paths, self.mesh = operator, paths, mesh
+        self.here, self.apart = mesh.coordinate() is not None, mesh in groups.apart.here
         names = ",".join(name for name, _ in paths)
-        self.sites = tuple(_site(mesh, f"{operator}/{names}/{'grad' if grad else 'no_grad'}") for grad in (False, True))
+        self.labels = tuple(f"{operator}/{names}/{'grad' if grad else 'no_grad'}" for grad in (False, True))
+        self.sites = tuple(_site(mesh, label) for label in self.labels)
 
     def compare(self, at: Callable[[Path], Any]) -> None:
         """Compare them, if it is time to."""
@@ -43,7 +46,8 @@ class Operands:
                 x = at(path)
                 if isinstance(x, Tensor) and x.requires_grad:  # backward goes on with each rank's own
                     x.register_hook(own_whole)
-        site = self.sites[torch.is_grad_enabled()]
+        grad, stages = torch.is_grad_enabled(), own_stages.here
+        site = self.sites[grad] if not stages else _site(self.mesh, f"{self.labels[grad]}/{stages}")
         if site.tick():
             world.init()  # a program in which nothing is sent would never meet
             if not self.here:

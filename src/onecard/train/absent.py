@@ -22,8 +22,9 @@ from onecard.comm.base.record import name as call
 from onecard.comm.base.record import user_line, words_of
 from onecard.comm.world import world
 from onecard.errors import StageError
+from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.staged import note_stage, stages_of
 from onecard.train.of_absent import Needed, computed, tensors
-from onecard.train.shard import note_stage, stages_of
 
 TOLD = frozenset((
     "__dir__", "__hash__", "__len__", "_backward_hooks", "_base", "_cdata", "_is_view", "_is_zerotensor",
@@ -136,7 +137,7 @@ def _holders(of: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _is_absent(x: Any) -> bool:
-    return isinstance(x, Absent)
+    return isinstance(x._local if isinstance(x, DistTensor) else x, Absent)
 
 
 KEEPS = (

@@ -14,8 +14,8 @@ from onecard.comm.base.record import user_line, words_of
 from onecard.comm.world import world
 from onecard.errors import DispatchError, StageError
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.staged import is_staged
 from onecard.train.absent import KEEPS, in_words
-from onecard.train.shard import is_staged
 
 
 @patches.with_first_tensor

@@ -23,7 +23,8 @@ from onecard._torch.names import (
     tree_unflatten,
     without_torch_function,
 )
-from onecard.train.shard import is_read, is_staged
+from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.staged import is_read, is_staged
 
 
 class Needed(Exception):
@@ -92,6 +93,8 @@ def _memory(x: Tensor) -> int:
 
 
 def _shape_of(x: Tensor) -> Tensor:
+    if isinstance(x, DistTensor):
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise Needed("")
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -112,7 +115,7 @@ def _same_memory(x: Tensor) -> list[Tensor]:
 
 def _others(x: Tensor) -> list[Tensor]:
     memory = x.untyped_storage()._cdata
-    every = (o for o in gc.get_objects() if isinstance(o, Tensor) and o is not x and type(o) in (Tensor, nn.Parameter))
+    every = (o for o in gc.get_objects() if o is not x and type(o) in (Tensor, nn.Parameter))
     return [o for o in every if o.layout is torch.strided and o.untyped_storage()._cdata == memory]
 
 

@@ -18,7 +18,7 @@ from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.place.boxes import Box, cut, slices, whole
 
-_NAME, _STAGE, _READ = "_onecard_shard", "_onecard_stage", "_onecard_read"
+_NAME = "_onecard_shard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,40 +112,6 @@ def note(parameter: Tensor, what: Shard | str) -> None:
 def noted(parameter: Any) -> Shard | str | None:
     """What is noted of a parameter, a name where it is not known; None if nothing is noted."""
     return getattr(parameter, _NAME, None)
-
-
-def note_stage(tensor: Tensor, here: bool, stages: tuple[int, ...]) -> None:
-    """Note that only some stages of a pipeline have a tensor, and whether it is here: else it has no memory."""
-    setattr(tensor, _STAGE, (here, stages))
-
-
-def note_read(tensor: Tensor) -> None:
-    """Note that a step that is cut into stages takes a tensor for what it is on every rank."""
-    setattr(tensor, _READ, True)
-
-
-def is_read(tensor: Any) -> bool:
-    """Whether a step that is cut into stages does."""
-    return hasattr(tensor, _READ)
-
-
-def stages_of(tensor: Any) -> tuple[int, ...]:
-    """The stages that have a tensor; () of one that all ranks have."""
-    found: tuple[int, ...] = getattr(tensor, _STAGE, (True, ()))[1]
-    return found
-
-
-def is_staged(tensor: Any) -> bool:
-    """Whether other ranks of a pipeline may not have a tensor."""
-    return hasattr(tensor, _STAGE) or is_elsewhere(tensor)
-
-
-def is_elsewhere(tensor: Any) -> bool:
-    """Whether only other ranks of a pipeline have a tensor: this one's has no memory, and neither has a view of it."""
-    if hasattr(tensor, _STAGE):
-        return not getattr(tensor, _STAGE)[0]
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return plain and tensor.numel() > 0 and not tensor.is_meta and not tensor.untyped_storage().nbytes()
 
 
 def held(parameter: Tensor) -> Shard:

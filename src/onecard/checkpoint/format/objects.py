@@ -32,7 +32,7 @@ from onecard.checkpoint.format.tree import join
 from onecard.comm.agree.sparse_check import is_plain
 from onecard.comm.world import world
 from onecard.tensor import DistTensor
-from onecard.train.shard import is_staged
+from onecard.tensor.staged import is_staged
 from onecard.train.zero.resume import is_like
 
 # What is in a module's state dict and is no parameter; the names of torch's own layers.

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from onecard.train.shard import Shard, held, is_elsewhere, is_staged
+from onecard.tensor.staged import is_elsewhere, is_staged
+from onecard.train.shard import Shard, held
 
 LAST = 1 << 30  # the order of what follows a pipeline's layers
 

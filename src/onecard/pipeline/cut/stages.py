@@ -270,7 +270,7 @@ def _without_parameters(recording: RecordedStep, weave: Weave, at: Sequence[str]
     why = f"at={[*at]} leaves them none" if at else "layers are small beside messages, by the price of the step"
     return (
         f"rank(s) {idle} have no parameter: {why}. Fewer ranks along the pipeline do as much, or say where it is cut: "
-        "oc.Stages(..., at=['blocks.2'])"
+        "at=['blocks.2'] of oc.Stages or strategy.pipeline, stages=(2, 2) of oc.Plan"
     )
 
 

@@ -207,7 +207,8 @@ class OfModule(PlanSubject):
         if plan.recompute not in self.recompute:
             return f"recompute={plan.recompute!r}: {' or '.join(self.recompute)}"
         if plan.pp * plan.virtual > max(1, self.layers):
-            return f"{self.layers} blocks cannot fill {plan.pp} x {plan.virtual} stages"
+            alike = f"{self.layers} blocks (modules that are alike, one behind the other)"
+            return f"{alike} cannot fill {plan.pp} x {plan.virtual} stages"
         return ""
 
     def tensor_degrees(self, most: int) -> list[int]:

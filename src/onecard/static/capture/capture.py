@@ -45,8 +45,8 @@ from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.rows.one_call import seen_as
 from onecard.tensor.rows.rows import settle_left
 from onecard.tensor.spec import OWN
+from onecard.tensor.staged import stages_of
 from onecard.train.modules.recordable import recordable
-from onecard.train.shard import stages_of
 
 
 class Capture:

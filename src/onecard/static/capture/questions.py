@@ -22,7 +22,7 @@ from onecard.static.guards.conditions import asked
 from onecard.static.step import refusals
 from onecard.static.step.step import RecordedStep
 from onecard.tensor.dist_tensor import DistTensor
-from onecard.train.shard import is_elsewhere
+from onecard.tensor.staged import is_elsewhere
 from onecard.train.unmade import is_unmade
 
 

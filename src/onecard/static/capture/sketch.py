@@ -23,7 +23,7 @@ from onecard.rules.registry import find
 from onecard.static.step import refusals
 from onecard.static.step.facts import as_the_kernel_gives
 from onecard.tensor.dist_tensor import DistTensor
-from onecard.train.shard import is_elsewhere
+from onecard.tensor.staged import is_elsewhere
 
 
 class Sketch:

@@ -17,15 +17,16 @@ from onecard.static.passes.once import words
 from onecard.static.run.rechecked import given_to
 from onecard.static.step.step import MISS, Elsewhere, RecordedStep
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.staged import note_read, note_stage, own_stages
 from onecard.train import unmade
 from onecard.train.absent import Absent, let_go
-from onecard.train.shard import note_read, note_stage
 
 
 def settle(step: RecordedStep, roots: Sequence[Any]) -> None:
     """Give back the memory of what this rank has not, and note who has what."""
     if step.elsewhere:
         patches.begin()  # conversions are seen, also where all parameters are here
+        own_stages.here = tuple(sorted({i for known in step.elsewhere if known.here for i in known.stages}))
     for known in step.elsewhere:
         x = _there(known, roots)
         if x is None:
