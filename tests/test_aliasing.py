@@ -34,16 +34,19 @@ def few_refusals(mesh, quick, proof, grad):
     assert all("overlap" in why or "expanded" in why for why in refused), refused
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_random_programs():
     few_refusals(MESH, 20, 1000, grad=False)
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_random_programs_with_gradients():
     few_refusals(MESH, 20, 800, grad=True)
 
 
+@pytest.mark.proof
 @multirank(4)
 def test_random_programs_on_two_axes():
     few_refusals(oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"]), 20, 400, grad=False)

@@ -62,6 +62,7 @@ def specs(draw: st.DrawFn) -> Spec:
     return Spec.make(layout, torch.Size(shape), stride, dtype, torch.device("cpu"))
 
 
+@pytest.mark.proof
 @settings(deadline=None, max_examples=amount(30, 100))
 @given(specs())
 def test_what_is_written_is_read_again(spec: Spec) -> None:

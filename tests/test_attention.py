@@ -56,6 +56,7 @@ def run(layer: nn.Module, operands: list[Tensor], call: dict[str, Any]) -> list[
     return [output, *([] if weights is None else [weights]), *grads]
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_every_way_to_call_it() -> None:
     for (made, operands, call), first in share(itertools.product(cases(), (True, False)), 15):

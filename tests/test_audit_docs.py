@@ -22,6 +22,7 @@ def test_the_page_has_files_and_commands() -> None:
     assert {*FILES} == {"train.sh", "fsdp.yaml"} and len(COMMANDS) >= 4
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("command", "after"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_commands_print_what_the_page_says(
     command: str, after, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -31,6 +31,7 @@ def audit(tmp_path: Path, more: str = "") -> Audit:
     return read([tmp_path / "a.args"])
 
 
+@pytest.mark.proof
 def test_the_best_change_is_the_best_of_all_that_megatron_can_say(tmp_path: Path) -> None:
     found = audit(tmp_path)
     assert found.transformer is not None

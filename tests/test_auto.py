@@ -96,6 +96,7 @@ def folders(tmp_path: Path, text: str, *names: str) -> list[Path]:
     return [tmp_path / name for name in names]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("plan", [{"dp": 2, "zero": 1}, *([{"dp": 4, "zero": 3}] if PROOF else [])], ids=str)
 def test_a_classifier_with_checkpoints_and_resume(tmp_path, plan):
     one, other = folders(tmp_path, CLASSIFIER, "one", "several")
@@ -122,6 +123,7 @@ def language_on_one_card(tmp_path_factory) -> tuple[str, dict[str, Any]]:
     return ran(folder, "program.py"), files(folder)
 
 
+@pytest.mark.proof
 @pytest.mark.share(2)
 @pytest.mark.parametrize("plan", LANGUAGE_PLANS, ids=str)
 def test_a_language_model(tmp_path, plan, language_on_one_card):
@@ -131,6 +133,7 @@ def test_a_language_model(tmp_path, plan, language_on_one_card):
     assert_alike(left, files(folder))
 
 
+@pytest.mark.proof
 def test_dropout_is_that_of_one_rank(tmp_path):
     """Distributed tensors draw onecard's numbers: of one rank the same."""
     folders(tmp_path, LANGUAGE, "run")
@@ -144,6 +147,7 @@ def _refused(name: str, folder: Path) -> None:
     exec(compile(program.read_text(), str(program), "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_kept_is_said_with_its_line(tmp_path, name):
     text, words = REFUSED[name]
@@ -164,6 +168,7 @@ def _all_habits(plan: dict[str, Any] | None) -> dict[str, str]:
     return said
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("plan", [{"dp": 2, "zero": 1}, *([{"dp": 2}, {"dp": 2, "zero": 3}] if PROOF else [])], ids=str)
 def test_habits(plan):
     wanted = run_ranks(_all_habits, 1, None, timeout=100.0)[0]
@@ -182,6 +187,7 @@ def _adversaries(ranks: bool) -> str:
     return out.getvalue()
 
 
+@pytest.mark.proof
 def test_a_model_that_runs_ahead_of_the_plans():
     (wanted,) = run_ranks(_adversaries, 1, False)
     assert run_ranks(_adversaries, 2, True) == [wanted] * 2
@@ -203,6 +209,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.proof
 def test_a_weight_that_is_parametrized_is_no_model(tmp_path):
     """It is read ahead of the model; a plan's placements are of the model."""
     (tmp_path / "program.py").write_text(SPECTRAL)
@@ -326,6 +333,7 @@ def _heard(plan: dict[str, Any] | None) -> list[float]:
     return sorted(heard)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("zero", range(4))
 def test_hooks_after_gradients_read_what_one_card_would(zero):
     wanted = _heard(None)
@@ -340,7 +348,7 @@ PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_in_place(plan):
     wanted, _ = _trained(None)
@@ -427,6 +435,7 @@ def test_as_many_blocks_are_computed_again_as_the_plan_says():
         assert len(model[0]) == 6 and len(seen) == ran
 
 
+@pytest.mark.proof
 def test_parallelize_finds_a_plan_for_the_loaders_batches():
     """The first batch is looked at; the order of the next ones and all random numbers are as if nobody had."""
     wanted, _ = _searched(1)
@@ -446,6 +455,7 @@ def test_a_plan_file_for_the_launcher(tmp_path, capsys):
     assert "the plan is for 2 ranks, and there are 3" in capsys.readouterr().err
 
 
+@pytest.mark.proof
 def test_a_script_that_copies_its_model_is_priced(tmp_path):
     """An average is a deep copy: made without data, it can still be computed with."""
     (tmp_path / "program.py").write_text(CLASSIFIER)

@@ -112,6 +112,7 @@ def _disk(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): p.read_text() if p.is_file() else "" for p in sorted(folder.rglob("*"))}
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("seed", range(amount(15, 600)))
 def test_an_overlay_is_the_disk(tmp_path, seed):
     real, other = _begun(tmp_path / "real" / "w"), _begun(tmp_path / "other" / "w")

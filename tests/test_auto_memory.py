@@ -101,6 +101,7 @@ def planned(**fields: Any) -> oc.Plan:
     return oc.Plan(per_host=0, parameters="float32", compute="float32", **fields)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("name", HABITS)
 def test_what_is_whole_keeps_its_memory(name: str, zero: int) -> None:
@@ -110,6 +111,7 @@ def test_what_is_whole_keeps_its_memory(name: str, zero: int) -> None:
         assert divided or worst < 1e-4
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("how", ["zero", "tp"])
 @pytest.mark.parametrize("name", [name for name in HABITS if name != "gradients"])
 def test_what_is_divided_is_told(name: str, how: str) -> None:
@@ -147,6 +149,7 @@ def both_with_vector(plan: oc.Plan, again: bool) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_vector_of_gradients_stays_the_programs(zero: int, again: bool) -> None:
@@ -190,6 +193,7 @@ def both_with_other_data(plan: oc.Plan) -> float:
     return max(abs(a - b) / max(abs(b), 1e-2) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_other_data_in_a_parameters_place(zero: int) -> None:
     assert max(run_ranks(both_with_other_data, 2, planned(dp=2, zero=zero))) < 1e-5

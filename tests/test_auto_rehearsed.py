@@ -141,6 +141,7 @@ assert [*net.state_dict()][0] == "_orig_mod.0.weight"
 }
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_plan_is_found(tmp_path: Path, name: str) -> None:
     (script := tmp_path / "program.py").write_text(BEGIN + PROGRAMS[name])

@@ -253,6 +253,7 @@ WAYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @multirank(2)
 def test_way(way: Any) -> None:

@@ -59,6 +59,7 @@ def both_ways(case: tuple[int, int, int, int]) -> None:
         ShmGroup.puts = True
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_lie_where_they_belong(case: tuple[int, int, int, int]) -> None:
     run_ranks(both_ways, case[0], case)

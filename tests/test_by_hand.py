@@ -26,6 +26,7 @@ print("end")
 """
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_slower_rank_outlives_rank_0_and_its_store(tmp_path, backend):
     ends = started_by_hand(tmp_path, LATE, by_hand(2, ONECARD_BACKEND=backend))

@@ -115,7 +115,7 @@ def step(state: dict[str, Any], number: int) -> float:
     return float(loss.item())
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @multirank(2)
 def test_modules_optimizers_and_the_like(kind: str, tmp_path: Path) -> None:
@@ -199,6 +199,7 @@ def test_one_file_for_each_rank_and_what_one_holds(tmp_path: Path) -> None:
     assert equal(oc.checkpoint.load(tmp_path)["again"], whole)
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     """No whole tensor: 200 MB over two ranks, also where columns become rows and the dtype changes."""

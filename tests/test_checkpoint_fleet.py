@@ -204,6 +204,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return root, train(model, optimizer, range(2, 4))
 
 
+@pytest.mark.proof
 def test_what_is_saved_is_one_cards(saved: tuple[Path, list[float]]) -> None:
     """Names in their order, whole tensors, groups and states, whatever saved it."""
     root, _ = saved
@@ -240,6 +241,7 @@ def test_one_card_loads_all(saved: tuple[Path, list[float]]) -> None:
     )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", SAVED)
 def test_any_loads_from_any(name: str, saved: tuple[Path, list[float]]) -> None:
     """Each loads its own, one card's, and a third of all others."""
@@ -414,6 +416,7 @@ def _names(flat: bool, level: str) -> None:
     assert train() == expected
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("flat", "level"), [(False, ""), (True, ""), (False, "os"), (True, "os_g"), (False, "p_g_os")])
 def test_names_of_a_wrapped_model(flat: bool, level: str) -> None:
     run_ranks(_names, 2, flat, level)

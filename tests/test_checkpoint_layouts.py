@@ -65,6 +65,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
+@pytest.mark.proof
 @multirank(8)
 def test_random_pairs(tmp_path: Path) -> None:
     rng = random.Random(16)
@@ -211,6 +212,7 @@ def one_card() -> list[float]:
     return train(make("one"), 20)
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_training_goes_on_under_another_layout() -> None:
     expected = one_card()

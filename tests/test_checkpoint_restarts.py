@@ -36,6 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[i
     return result(folder)
 
 
+@pytest.mark.proof
 def test_killed_ranks_are_started_again(tmp_path: Path, whole: tuple[list[float], list[int]]) -> None:
     """From 3 ranks to 2, and with 2 again; no sample lost or twice."""
     kills = {0: (2, 1), 1: (5, 0)}
@@ -49,6 +50,7 @@ def test_killed_ranks_are_started_again(tmp_path: Path, whole: tuple[list[float]
     assert len(resumed.gaps(tmp_path)) == 2
 
 
+@pytest.mark.proof
 def test_from_any_number_of_ranks_to_any(tmp_path: Path, whole: tuple[list[float], list[int]]) -> None:
     """Bit for bit where there are as many ranks."""
     for i, size in enumerate([2, 1, 3, 2]):

@@ -223,6 +223,7 @@ def test_seeds(tmp_path, name):
     assert data["memory"]["parameters"] > 0
 
 
+@pytest.mark.proof
 def test_sends_of_a_pipeline(tmp_path):
     """The same model in two stages, by hand and by marks: the first stage sends the same, and by hand its form."""
     by_hand, by_marks = (

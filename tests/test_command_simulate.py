@@ -188,6 +188,7 @@ def test_what_cannot_be_is_said_in_a_line(capsys, monkeypatch, tmp_path, argumen
     assert "Traceback" not in err
 
 
+@pytest.mark.proof
 def test_progress_where_there_is_a_terminal(tmp_path):
     terminal, ours = pty.openpty()
     command = [sys.executable, "-m", "onecard", "simulate", *SMALL]

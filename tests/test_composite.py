@@ -76,6 +76,7 @@ EINSUMS = (
 )  # fmt: skip
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_einsum_and_its_gradients():
     for equation, *shapes in EINSUMS:
@@ -293,6 +294,7 @@ PADS = {"circular": [(0, 2), (2, 0), (1, 3), (-1, 2), (0, 0)], "reflect": [(0, 2
         "constant": [(0, 2), (-1, 0)]}  # fmt: skip
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_padding_with_and_without_a_batch():
     """Under every layout; of one, two and three dims, zero on a side."""

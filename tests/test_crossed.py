@@ -78,7 +78,7 @@ def _cells(level: str, habits: list[str]) -> list[Outcome]:
     return [cell(habit, level) for habit in habits]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("level", ENDS)
 def test_cells_that_were_wrong(level: str) -> None:
     habits = [*ENDS[level]][: None if PROOF else 1]
@@ -88,6 +88,7 @@ def test_cells_that_were_wrong(level: str) -> None:
             assert re.match(wanted, f"{kind} {words}"), f"{habit} at {level}: {kind} {words}"
 
 
+@pytest.mark.proof
 def test_a_draw_of_all_cells() -> None:
     every = [(h, at) for at, (ranks, _) in LEVELS.items() for h in HABITS if fits(h, at) and (PROOF or ranks <= 2)]
     drawn = random.Random(1).sample([c for c in every if not c[1].startswith("auto")], 200 if PROOF else 3)

@@ -39,6 +39,7 @@ def _each_cell(cells: dict[str, list[str]]) -> tuple[list[str], dict[str, list[s
     return wrong, held
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in (2, 4) for name in MODELS] if PROOF else [(2, "")])
 def test_models_as_on_one_card(ranks, name):
     """No rank holds more than its stages: each parameter is on one of them, but for tied ones."""
@@ -126,6 +127,7 @@ def _fine_tuned() -> tuple[list[float], list[float]]:
     return losses(True), losses(False)
 
 
+@pytest.mark.proof
 def test_batch_norm_that_is_frozen():
     for found, wanted in run_ranks(_fine_tuned, 2):
         assert found == pytest.approx(wanted, rel=1e-5)

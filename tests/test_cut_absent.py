@@ -56,6 +56,7 @@ def _told() -> dict[str, str]:
     return found
 
 
+@pytest.mark.proof
 def test_every_habit_is_told():
     for rank, found in enumerate(run_ranks(_told, 2, timeout=120.0)):
         silent = {name: said for name, said in found.items() if name in HABITS and "of the pipeline ha" not in said}

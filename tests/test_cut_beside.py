@@ -137,6 +137,7 @@ def _beside_habits(kinds: list[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.proof
 def test_habits():
     kinds = ["fused scaler amp"]
     if PROOF:
@@ -151,6 +152,7 @@ def _beside_decay() -> tuple[list[float], list[float]]:
     return found, Program(kind="decay").trained(range(3), 2)
 
 
+@pytest.mark.proof
 def test_weight_decay_by_hand_beside_dp():
     for found, expected in run_ranks(_beside_decay, 4, timeout=patience(120.0)):
         assert close(found, expected)
@@ -169,6 +171,7 @@ def _attends_with_dropout() -> tuple[list[float], list[float]]:
     return expected, found
 
 
+@pytest.mark.proof
 def test_dropout_in_attention_beside_dp_is_not_doubted():
     """A warning is an error in tests."""
     for expected, found in run_ranks(_attends_with_dropout, 2, timeout=patience(120.0)):
@@ -212,6 +215,7 @@ def other_steps() -> list[tuple[list[str], int, dict[str, int]]]:
     return run_ranks(_other_steps, 2, timeout=patience(300.0))
 
 
+@pytest.mark.proof
 def test_batches_of_other_sizes_and_evaluation(other_steps: list[tuple[list[str], int, dict[str, int]]]) -> None:
     for wrong, *_ in other_steps:
         assert wrong == []
@@ -238,6 +242,7 @@ def _saved(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.proof
 def test_checkpoints_as_of_one_card(tmp_path: Path):
     for found in run_ranks(_saved, 2, str(tmp_path / "saved"), timeout=patience(300.0)):
         assert found == []
@@ -257,6 +262,7 @@ def _fails_in_a_stage() -> None:
     program.run(x, x)
 
 
+@pytest.mark.proof
 def test_an_error_in_a_stage_names_it_its_microbatch_and_the_line():
     with pytest.raises(RankError) as caught:
         run_ranks(_fails_in_a_stage, 2, timeout=120.0)
@@ -283,6 +289,7 @@ def _beside_zoo(cells: list[tuple[str, str, str]]) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "axis"), [(n, a) for n in MODELS for a in ("dp", "tp")] if PROOF else [("unet", "tp")]
 )
@@ -376,6 +383,7 @@ def _refused_by_one() -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.proof
 def test_a_refusal_on_one_rank_reaches_all_at_once():
     found = run_ranks(_refused_by_one, 4, timeout=120.0)
     assert "no module of that path" in found[3][0]

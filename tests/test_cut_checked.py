@@ -87,6 +87,7 @@ def nothing() -> Any:
     return steps(lambda: 0.5, 70)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("program", [of_a_queue, of_one_rank])
 def test_what_python_is_given_is_told_and_then_refused(program: Callable[[], Any]) -> None:
     for rank, (done, told) in enumerate(run_ranks(program, 2)):
@@ -102,6 +103,7 @@ def test_what_python_is_given_is_told_and_then_refused(program: Callable[[], Any
             assert "another rank has found it" in told[0]
 
 
+@pytest.mark.proof
 def test_a_number_of_one_rank_alone_is_refused_when_it_is_recorded() -> None:
     for done, (told,) in run_ranks(of_one_rank_from_the_first, 2):
         assert done == 0
@@ -148,6 +150,7 @@ def test_a_rate_or_a_flag_of_one_rank_alone_is_refused_on_all_before_anything_is
     assert "given [1]" in flag and "given [2]" in flag
 
 
+@pytest.mark.proof
 def test_what_changes_nothing_is_not_told() -> None:
     for done, told in run_ranks(nothing, 2):
         assert (done, told) == (69, [])

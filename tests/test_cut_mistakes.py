@@ -236,6 +236,7 @@ def _no_mistakes() -> list[list[float]]:
     return [trained(model, at=at) for model, at in rows]
 
 
+@pytest.mark.proof
 def test_no_mistakes() -> None:
     for found in run_ranks(_no_mistakes, 2, timeout=120.0):
         assert all(second < first for first, second in found)
@@ -270,6 +271,7 @@ def test_who_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not told  # which takes some seconds
 
 
+@pytest.mark.proof
 def test_a_mistake_of_one_rank_ends_all() -> None:
     with pytest.raises(RankError, match="has 6 rows, which cannot be cut in 4") as caught:
         run_ranks(_alone, 2, timeout=60.0)

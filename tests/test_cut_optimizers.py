@@ -35,6 +35,7 @@ def _planned() -> list[list[float]]:
     return [losses("Adadelta", each, oc.Plan(pp=2, microbatches=2)) for each in (False, True)]
 
 
+@pytest.mark.proof
 def test_states_read_before_gradients() -> None:
     """Adadelta reads its ``acc_delta`` before it meets a gradient: it is where the result goes, not on all ranks."""
     card = losses("Adadelta", False)
@@ -103,6 +104,7 @@ def _tables() -> list[tuple[list[float], bool, bool]]:
 TABLES = ("AdamW", "RMSprop", "Kept")
 
 
+@pytest.mark.proof
 def test_gradients_and_states_are_where_their_parameter_is() -> None:
     """Also where another stage has computed the gradient: it is sent, once."""
     cards = [_table(name)[0] for name in TABLES]
@@ -172,6 +174,7 @@ def _momenta(folder: str) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.proof
 def test_states_that_ranks_have_made_in_other_orders_are_saved(tmp_path):
     expected = _momenta(f"{tmp_path}/one")
     for found in run_ranks(_momenta, 2, f"{tmp_path}/stages"):

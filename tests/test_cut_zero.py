@@ -101,6 +101,7 @@ def _sent(at: list[str]) -> tuple[list[int], list[float]]:
     return [prod(x.meta["tensor"][0]) for x in given], losses
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("at", [[], ["2"]])
 def test_stages_send_activations_and_no_gathered_parameters(at: list[str]) -> None:
     """A cut lies before what gathers a block's parameters, not between it and the block."""
@@ -137,6 +138,7 @@ def _looked_at() -> list[int]:
     return found
 
 
+@pytest.mark.proof
 def test_a_look_at_a_step_has_no_memory_for_gathered_parameters() -> None:
     """All of them at once would be the whole model, on each rank."""
     for found in run_ranks(_looked_at, 4, timeout=100.0):

@@ -168,6 +168,7 @@ class Noise(Dataset[Tensor]):
         return 7
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @multirank(4)
 def test_ranks_along_other_axes_get_equal_data(num_workers: int) -> None:
@@ -191,6 +192,7 @@ def loaders(kind: str, num_workers: int) -> DataLoader:
     return DataLoader(Squares(), 4, shuffle=True, generator=generator, **workers(num_workers))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("kind", "num_workers"), [("global", 0), ("global", 1), ("generator", 0), ("weighted", 0)])
 @multirank(4)
 def test_shuffled_batches_are_those_of_one_card(kind: str, num_workers: int) -> None:
@@ -341,6 +343,7 @@ def shuffled(kind: str) -> int:
     return len(list(oc.shard_dataloader(loader, MESH, "x")))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -44,6 +44,7 @@ def still_sees_a_branch() -> None:
         torch._foreach_norm([x, y] if oc.get_rank() else [x])
 
 
+@pytest.mark.proof
 def test_ranks_that_have_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONECARD_CHECK", "1")
     run_ranks(lines_without_elements, 4)
@@ -70,6 +71,7 @@ def a_plan_of_stages_beside_dp() -> None:
     assert second < first
 
 
+@pytest.mark.proof
 def test_a_step_that_is_written_down_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONECARD_CHECK", "1")
     run_ranks(a_plan_of_stages_beside_dp, 4)

@@ -246,6 +246,7 @@ def test_rows_and_columns_are_written_in_parts():
 TRUNCATED = [{}, {"std": 0.6}, {"mean": 1.0, "std": 0.5, "a": 0.0, "b": 1.2}, {"a": 1.5, "b": 3.0}]
 
 
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize("kwargs", TRUNCATED)
 def test_truncated_normals_are_never_whole(kwargs):
@@ -304,6 +305,7 @@ def hugging_face():
         compare(lambda kind=kind, config=config: kind(config), mesh, first_dim)
 
 
+@pytest.mark.proof
 def test_models_of_hugging_face():
     pytest.importorskip("transformers")
     multirank(2)(hugging_face)()
@@ -348,6 +350,7 @@ def build_a_model_larger_than_the_limit(rows: int, layers: int, limit_mib: int) 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+@pytest.mark.proof
 def test_a_model_larger_than_the_limit():
     """128 MiB over four ranks with room for 64 MiB each; benchmarks/random_numbers.py does 2 GiB."""
     multirank(4)(build_a_model_larger_than_the_limit)(1024, 32, 64)

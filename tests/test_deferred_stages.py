@@ -113,6 +113,7 @@ def _trained(kind: str, deferred: bool = True) -> tuple[list[float], float]:
     return losses, most[0] / whole
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["stages", "plan", "engine"])
 def test_each_rank_makes_its_own_stages(kind: str) -> None:
     """Two stages: half of the model, and a little; the losses are those of the same model on one card."""
@@ -122,6 +123,7 @@ def test_each_rank_makes_its_own_stages(kind: str) -> None:
         assert 0.4 < share < 0.65
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["engine", "plan dp", "zero1", "zero3"])
 def test_beside_other_axes(kind: str) -> None:
     """Parts of distributed tensors are made as late; ZeRO 3 divides each tensor before the next is made."""

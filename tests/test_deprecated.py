@@ -53,6 +53,7 @@ def test_no_row_outlives_its_version():
     assert len(faults((row,), "0.1.0", "### Added\n- `onecard.x`\n## x\n")) == 1
 
 
+@pytest.mark.proof
 def test_modules_by_old_addresses(tmp_path):
     """By attribute, by import, from a file of the user's: the warning stands at that file's line."""
     lines = [

@@ -150,6 +150,7 @@ def doctored(prepare, **environment):
     return {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}, done.returncode
 
 
+@pytest.mark.proof
 @namespaces
 def test_without_dev_shm_on_one_core():
     found, status = doctored("mount -t tmpfs -o ro tmpfs /dev/shm && taskset -p 1 $$ > /dev/null")

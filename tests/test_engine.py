@@ -80,11 +80,13 @@ HERE = [
 ]  # fmt: skip
 
 
+@pytest.mark.proof
 def test_every_pair_of_switches_is_one_cards_program() -> None:
     listed = LISTED if amounts.PROOF else HERE
     check_cells(listed, run_ranks(cells, 2, listed, timeout=amounts.patience(240.0)))
 
 
+@pytest.mark.proof
 def test_what_takes_four_ranks() -> None:
     listed = [("pp", "dp", "sharding2")]
     if amounts.PROOF:
@@ -491,6 +493,7 @@ def of_a_pipeline() -> None:
         other_engine.fit(samples(16), batch_size=7, verbose=0)
 
 
+@pytest.mark.proof
 def test_what_a_pipeline_cannot_do_yet() -> None:
     run_ranks(of_a_pipeline, 2)
 

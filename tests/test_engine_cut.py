@@ -40,6 +40,7 @@ def _fitted(pipeline: bool, folder: str = "") -> Any:
     return losses[-4:], found, predicted.tolist()
 
 
+@pytest.mark.proof
 def test_fit_stopped_and_resumed_as_on_one_card(tmp_path: Path) -> None:
     wanted = _fitted(False)
     for found in run_ranks(_fitted, 2, True, str(tmp_path / "fit"), timeout=300.0):
@@ -104,6 +105,7 @@ def _explained() -> list[Any]:
     return said
 
 
+@pytest.mark.proof
 def test_the_first_step_is_explained_as_the_others() -> None:
     found = run_ranks(_explained, 2, timeout=120.0)
     assert all(first == second == third for first, second, third in found) and any(first for first, *_ in found)
@@ -164,6 +166,7 @@ def _without(kind: str, staged: bool) -> list[float]:
     return [float(run(torch.full((8, 6), 0.1 * i), torch.ones(8, 3))) for i in range(1, 6)]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["none", "frozen"])
 def test_a_stage_that_has_nothing_to_train(kind: str) -> None:
     """It has no states that its first step makes: all ranks record the second step all the same."""
@@ -191,6 +194,7 @@ def _weighted(ranks: int) -> list[float]:
     return [float(engine.run(batch, mode="train")["loss"]) for batch in batches]
 
 
+@pytest.mark.proof
 def test_a_loss_over_all_ranks_and_a_short_last_batch() -> None:
     """What ranks beside the pipeline sum is made and summed on one stage; rows that do not divide are one microbatch."""
     wanted = _weighted(1)
@@ -216,6 +220,7 @@ def _deferred(pipeline: bool) -> list[float]:
     return [float(engine.run((x, x.cos()))["loss"]) for _ in range(3)]
 
 
+@pytest.mark.proof
 def test_a_deferred_model() -> None:
     """It has values before its stages run, though no other axis lays it out."""
     wanted = run_ranks(_deferred, 2, False)[0]

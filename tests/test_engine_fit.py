@@ -84,6 +84,7 @@ def test_a_killed_fit_goes_on_as_if_nobody_had_killed_it(tmp_path: Path, whole: 
     assert all(torch.equal(p, whole[2, 0.2][2][name]) for name, p in parameters.items())
 
 
+@pytest.mark.proof
 def test_on_another_number_of_ranks(tmp_path: Path, whole: Any) -> None:
     with pytest.raises(RankError):
         run_ranks(fit, 2, tmp_path, 6, 0.0)
@@ -139,6 +140,7 @@ def _left(folder: Path | None, leave_at: int) -> Any:
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("leave_at", [5, 7])  # in the midst of a pass, and with its last batch
 def test_a_fit_that_a_callback_ends_goes_on_where_it_was(tmp_path: Path, leave_at: int) -> None:
     wanted, weights = _left(None, -1)

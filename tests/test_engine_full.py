@@ -54,6 +54,7 @@ def _fit(
     return [float(x) for x in losses], said, str(getattr(model.w0.weight, "placements", ""))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("how", ["fit", "loader", "specs"])
 def test_the_plan_is_found_and_the_numbers_are_one_cards(how):
     wanted, plan, _ = _fit("full", how)
@@ -77,6 +78,7 @@ def _where_memory_is_short(dtype: torch.dtype) -> tuple[list[float], str]:
     return [float(x) for x in losses], "" if engine.plans is None else f"{engine.strategy.sharding.enable}"
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_the_plan_asks_for_is_enabled(dtype):
     wanted, _ = _where_memory_is_short(dtype)
@@ -84,6 +86,7 @@ def test_what_the_plan_asks_for_is_enabled(dtype):
         assert found == pytest.approx(wanted, rel=1e-5) and enabled == "True"
 
 
+@pytest.mark.proof
 def test_what_is_enabled_is_pinned():
     wanted = _fit("semi", "fit")[0]
     given = {"sharding": {"enable": True, "stage": 2}}

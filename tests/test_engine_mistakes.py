@@ -153,6 +153,7 @@ def test_the_loss_of_microbatches_may_be_meant(section: str, count: str) -> None
     torch.testing.assert_close(model.weight, alone.weight)
 
 
+@pytest.mark.proof
 def test_each_mistake_is_told_on_all_ranks() -> None:
     for found in run_ranks(_said, 2, timeout=120.0):
         wrong = {name: said for name, said in found.items() if not all(part in said for part in TABLE[name][1])}

@@ -11,6 +11,7 @@ from onecard.engine import placing
 from onecard.testing import run_ranks
 
 
+@pytest.mark.proof
 @pytest.mark.share(3)
 @pytest.mark.parametrize(("level", "first"), [(level, 100 * i) for i, level in enumerate(LEVELS)])
 def test_programs(level: str, first: int) -> None:

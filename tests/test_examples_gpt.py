@@ -67,6 +67,7 @@ def test_files_are_sorted_and_tests_and_packages_left_out(gpt: Any, tmp_path: Pa
     assert names == ["a.py", "b.py", "c/d.py"]
 
 
+@pytest.mark.proof
 def test_standard_library_is_split_by_file(gpt: Any) -> None:
     corpus = gpt.data.load_corpus()
     again = gpt.data.load_corpus()
@@ -238,11 +239,13 @@ def assert_results(gpt: Any, status: int, printed: str, out: Path) -> None:
     gpt.model.GPT(config).load_state_dict(weights)  # all names, whole shapes
 
 
+@pytest.mark.proof
 def test_single(gpt: Any, corpus_folder: Path, tmp_path: Path) -> None:
     done = python(tmp_path, *command_line(corpus_folder, tmp_path / "out", "single"))
     assert_results(gpt, done.returncode, done.stdout + done.stderr, tmp_path / "out")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
 def test_two_ranks_end_at_the_weights_of_one_card(gpt: Any, corpus_folder: Path, tmp_path: Path, mesh: str) -> None:
     program = command_line(corpus_folder, tmp_path / "out", mesh)
@@ -256,6 +259,7 @@ def test_two_ranks_end_at_the_weights_of_one_card(gpt: Any, corpus_folder: Path,
     assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
 def test_dropout_draws_the_numbers_of_one_card(gpt: Any, corpus_folder: Path, tmp_path: Path, mesh: str) -> None:
     program = command_line(corpus_folder, tmp_path / "out", mesh)

@@ -25,6 +25,7 @@ def test_the_tables_of_seed_000_by_hand(capfd: pytest.CaptureFixture[str]) -> No
     assert len(lines) == 10 and all("single_loss: " in line for line in lines)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", ["manual_model_parallel_003", "manual_pipeline_parallel_003"])
 def test_seed_003_by_hand(name: str) -> None:
     expected = train_003("single_card_003", SMALL_003)

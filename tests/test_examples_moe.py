@@ -28,6 +28,7 @@ def trained(out: str) -> list[float]:
         sys.path.remove(str(FOLDER))
 
 
+@pytest.mark.proof
 def test_two_ranks_print_what_one_card_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     printed: list[list[str]] = []
     losses: list[Any] = []

@@ -109,7 +109,7 @@ def train_002(name: str, arguments: dict[str, Any]) -> list[float]:
     return load(name).train_model(**arguments)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("name", "more"),
     [("data_parallel_002", {}), ("data_parallel_002", {"shard_reading": True}), ("tensor_parallel_002", {})],
@@ -119,6 +119,7 @@ def test_mlp_of_seed_002(name: str, more: dict[str, Any]) -> None:
     assert_losses(ranks, train_002("single_card_002", SMALL_002))
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("name", ["pipeline_parallel_002", "hybrid_parallel_002"])
 def test_two_stages_of_seed_002(name: str) -> None:
@@ -133,6 +134,7 @@ def local_shapes_002(name: str) -> list[tuple[int, ...]]:
     return [tuple(getattr(t, "_local", t).shape) for t in (model.w0, model.w1, z)] + [str(z.placements[0])]
 
 
+@pytest.mark.proof
 def test_what_each_rank_of_seed_002_holds() -> None:
     assert run_ranks(local_shapes_002, 4, "data_parallel_002") == [[(8, 12), (12, 8), (1, 2, 8), "S(0)"]] * 4
     assert run_ranks(local_shapes_002, 4, "tensor_parallel_002") == [[(8, 3), (3, 8), (4, 2, 8), "P(sum)"]] * 4
@@ -153,7 +155,7 @@ def train_003_on_this_rank(name: str, arguments: dict[str, Any]) -> list[float]:
     return train_003(name, arguments)
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -276,7 +278,7 @@ MAINS = [
 ]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("name", "nproc", "arguments", "said"), MAINS)
 def test_program(name: str, nproc: int, arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(run_main, nproc, name, *arguments)

@@ -68,6 +68,7 @@ def all_layers(names: list[str]) -> dict[str, list[float]]:
     return {f"{layer}, {name}": errors(LAYERS[layer], name, values(1)) for layer in LAYERS for name in names}
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("names", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
 def test_programs_of_all_styles_are_those_of_one_card(names):
@@ -100,6 +101,7 @@ def all_sent(names: list[str]) -> dict[tuple[str, str], tuple[list[int], list[in
     return {cell: sent(*cell, 64) for cell in cells}
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("names", [["ep=2"], ["ep=4", "ep in dp"]], ids=["2 ranks", "4 ranks"])
 def test_rows_are_sent_once_to_their_experts_and_once_back(names):
     ranks = math.prod(LAYOUTS[names[0]][0])
@@ -132,6 +134,7 @@ def all_uneven(names: list[str]) -> dict[str, list[float]]:
     return {f"{name}, {case}": one_sided(name, *case) for name in names for case in UNEVEN}
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("names", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
 def test_few_tokens_few_experts_and_all_tokens_to_one(names):
@@ -188,6 +191,7 @@ def losses_of_chosen_rows() -> list[str]:
     return wrong
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_losses_of_chosen_rows_divide_by_all_of_them(ranks):

@@ -34,6 +34,7 @@ def both(name: str, how: str) -> tuple[object, object]:
     return counted(plain, batches), counted(twin, cut)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "how", "ranks"),
     [("OLMoE", "ep=2", 2), ("DeepSeek-V3", "ep in dp", 4), ("Mixtral", "ep beside tp", 4), ("Llama-4", "ep=2", 2)],

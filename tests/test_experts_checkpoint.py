@@ -48,6 +48,7 @@ def loaded(names: list[str], folder: str, ranks: int) -> dict[str, list[str]]:
     return wrong
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_folder_of_transformers_is_loaded_as_transformers_loads_it(ranks, tmp_path):
     names = share(MODELS, 3 if ranks == 1 else 2)

@@ -1,9 +1,11 @@
 """Random mixtures of experts on a mesh, and planted faults that must be seen."""
 
+import pytest
 from amounts import amount
 from fuzz.moe import run
 
 
+@pytest.mark.proof
 def test_random_mixtures_are_those_of_one_card():
     assert run(range(amount(4, 300))) == []
 

@@ -192,6 +192,7 @@ def _unlike(wanted: list[Any], made: list[Any]) -> list[str]:
     return [f"{e:.3g} of {s:.3g}" for e, s in scaled if not e <= 1e-5 * s + 1e-7]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("experts", "habits"), [(6, HABITS), (5, UNEVEN), (1, UNEVEN[:1])])
 def test_habits(experts, habits):
     for wrong in run_ranks(differences, 2, experts, habits):

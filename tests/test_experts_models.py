@@ -170,6 +170,7 @@ def recorded_apart(name: str, how: str) -> list[str]:
     )  # Llama-4 gives each expert all tokens
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_recorded_steps_are_those_of_one_card(ranks):
@@ -179,6 +180,7 @@ def test_recorded_steps_are_those_of_one_card(ranks):
         assert {case: differ for case, differ in found.items() if differ} == {}
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_five_steps_are_those_of_one_card(ranks):

@@ -173,6 +173,7 @@ CASES = [
 ]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("case", share(CASES, 2), ids=str)
 def test_mixtures_in_stages_by_marks_are_one_cards(case: tuple[Any, ...]) -> None:
     ranks, *given = case
@@ -202,6 +203,7 @@ def crossing(away: bool) -> tuple[str, list[float]]:
     return str(lying.placements), errors
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("away", [False, True])
 def test_how_rows_lie_follows_from_no_value(away: bool) -> None:
     for placements, errors in run_ranks(crossing, 4, away):
@@ -287,11 +289,13 @@ def test_mixtures_in_stages_cut_out_of_a_recording_are_one_cards(ranks: int) -> 
         assert {case: e for case, e in found.items() if not e <= 1e-5} == {}
 
 
+@pytest.mark.proof
 def test_a_stage_finds_its_weights_and_states_behind_a_view_of_them() -> None:
     for found in run_ranks(cut, 2, [("dense", "sgd", 1)]):
         assert max(found.values()) <= 1e-5
 
 
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore:_is_all_true")
 @pytest.mark.parametrize("style", ["grouped", "scattered"])
 def test_stages_are_cut_out_of_mixtures_along_ep(style: str) -> None:

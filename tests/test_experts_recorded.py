@@ -59,6 +59,7 @@ def refused(layer: str, name: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_replays_follow_the_router(ranks):

@@ -33,6 +33,7 @@ def cells(ranks: int) -> list[Routed]:
     return found
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_counts_and_gradients_are_one_cards(ranks: int) -> None:
@@ -54,6 +55,7 @@ def test_every_planted_fault_is_seen() -> None:
     assert unseen == []
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("fault", TOLD)
 def test_what_ranks_do_not_have_alike_is_told_of(fault: str) -> None:
     with pytest.raises(RankError, match="differs between ranks"):

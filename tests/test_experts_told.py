@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from experts_programs import LAYERS, routed
@@ -82,6 +83,7 @@ def cases(least: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.proof
 def test_what_is_dear_is_told_once_and_what_is_cheap_is_not() -> None:
     said = run_ranks(cases, 4, 1)[0]
     cheap = {

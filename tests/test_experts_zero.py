@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+import pytest
 import torch
 from experts_programs import LAYERS
 from torch import Tensor, nn
@@ -82,6 +83,7 @@ def all_stages(style: str, fault: bool) -> dict[str, tuple[float, int]]:
     return found
 
 
+@pytest.mark.proof
 def test_zero_over_experts_is_one_cards() -> None:
     experts = 2 * (8 * 24 * 16 + 8 * 16 * 12)
     for style in ("grouped", "dense"):
@@ -91,5 +93,6 @@ def test_zero_over_experts_is_one_cards() -> None:
                 assert count <= (experts + 2 * 8 * 16) // 4 + 2 * 8 * 16, (stage, count)
 
 
+@pytest.mark.proof
 def test_another_update_is_seen() -> None:
     assert all(worst > 1e-4 for worst, _ in run_ranks(all_stages, 4, "dense", True, timeout=300)[0].values())

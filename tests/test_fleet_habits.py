@@ -315,6 +315,7 @@ def test_habits_on_two_ranks() -> None:
     run_ranks(two_ranks, 2)
 
 
+@pytest.mark.proof
 def test_habits_on_a_grid() -> None:
     run_ranks(all_habits, 4, {"dp": 2, "mp": 2}, True)
 

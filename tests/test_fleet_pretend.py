@@ -47,6 +47,7 @@ def real() -> list[Any]:
     return [of(degrees) for degrees in WAYS]
 
 
+@pytest.mark.proof
 def test_a_pretended_rank_sends_and_records_what_a_real_one_does() -> None:
     ranks = run_ranks(real, 4)
     for number, degrees in enumerate(WAYS):

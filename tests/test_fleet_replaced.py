@@ -128,6 +128,7 @@ def all_changes(which: slice) -> None:
     trained(alone, fleet.distributed_model(net), hcg, "copies of a block")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("which", [slice(0, 4), slice(4, 9)])
 def test_a_parameter_that_was_exchanged_is_what_it_was(which: slice) -> None:
     run_ranks(all_changes, 4, which)

@@ -171,6 +171,7 @@ def sent() -> dict[str, int]:
     return found
 
 
+@pytest.mark.proof
 def test_an_infinity_and_what_is_sent() -> None:
     run_ranks(scaled, 4)
     part = 4 * 2 * 64 * 64 // 2

@@ -265,6 +265,7 @@ def train(degrees: dict[str, int], sequence_parallel: bool, steps: int, microbat
     assert list(dict(model.named_parameters())) == list(dict(single.named_parameters())), "names are those of one card"
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("ranks", "degrees", "sequence_parallel"),
     [
@@ -674,6 +675,7 @@ def many_for_masters() -> dict[str, float]:
     return far
 
 
+@pytest.mark.proof
 def test_gradients_for_master_weights_add_up_in_a_wider_dtype() -> None:
     far = run_ranks(many_for_masters, 2)[0]
     assert far["torch.float32"] < 1e-5 < 3e-3 < far["None"], far

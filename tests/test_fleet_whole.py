@@ -168,6 +168,7 @@ def all_trained() -> None:
         trained(name)
 
 
+@pytest.mark.proof
 def test_optimizers_that_look_at_whole_matrices() -> None:
     run_ranks(all_trained, 2)
 
@@ -212,10 +213,12 @@ def not_recorded() -> None:
             static(torch.randn(3, 4))
 
 
+@pytest.mark.proof
 def test_a_recording_holds_no_whole_ones() -> None:
     run_ranks(not_recorded, 2)
 
 
+@pytest.mark.proof
 def test_what_cannot_be_given_is_refused() -> None:
     run_ranks(refused, 4)
 
@@ -230,6 +233,7 @@ def staged() -> None:
         model.train_batch(batch, Joint(model.parameters()))
 
 
+@pytest.mark.proof
 def test_what_looks_at_all_parameters_is_refused_in_stages() -> None:
     run_ranks(staged, 2)
 
@@ -249,6 +253,7 @@ def test_what_torch_knows_treats_each_number_by_itself(monkeypatch: pytest.Monke
         assert judged.judge(optimizer, optimizer.param_groups[0], {1, 2}) is judged.Looks.NUMBERS, make
 
 
+@pytest.mark.proof
 def test_a_trial_leaves_everything_alone() -> None:
     p = nn.Parameter(torch.ones(3, 2))
     for name, make in OPTIMIZERS.items():

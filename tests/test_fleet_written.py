@@ -77,6 +77,7 @@ def _at(level: str) -> tuple[str, str, str, str]:
     )
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("level", ["", "os", "os_g", "p_g_os"])
 def test_what_a_forward_writes_is_compared_before_a_step_makes_it_one(level: str) -> None:
     one, other = run_ranks(_at, 2, level, timeout=patience(60.0))
@@ -108,6 +109,7 @@ def _in_stages(sharded: bool) -> tuple[str, str]:
     return refused, _words(lambda: net.forward_backward_pipeline([rows, rows]))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_all_ranks_of_a_pipeline_hear_of_a_bounded_embedding(sharded: bool) -> None:
     found = run_ranks(_in_stages, 4, sharded, timeout=patience(60.0))

@@ -69,6 +69,7 @@ def calls(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[Any, ..
     return found
 
 
+@pytest.mark.proof
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=4), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
 def test_any_shape(shape: list[int], dtype: torch.dtype) -> None:

@@ -41,6 +41,7 @@ TANH = Program(
 )
 
 
+@pytest.mark.proof
 def test_random_programs_are_those_of_one_card():
     programs = [draw(seed) for seed in seeds(0, 14, 300)]
     assert {p.ranks for p in programs} == set(MESHES)
@@ -97,6 +98,7 @@ def test_random_programs_of_the_manual_level_are_those_of_one_card():
     assert not manual.run(chosen)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("plant", manual.PLANTS)
 def test_a_planted_fault_of_the_manual_level_is_found(plant):
     seed = next(

@@ -141,6 +141,7 @@ def check_kept(net: Any, optimizer: Any, level: str) -> None:
         assert whole == (level != "p_g_os") and p.grad is None
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_three_levels_are_one_card(ranks):
@@ -248,6 +249,7 @@ def sharded(level: str) -> Any:
     return fleet.group_sharded_parallel(net, made, level, scaler=torch.amp.GradScaler("cpu"))
 
 
+@pytest.mark.proof
 def test_saved_models_load_at_other_levels(tmp_path: Path) -> None:
     run_ranks(saved, 2, str(tmp_path))
 
@@ -298,6 +300,7 @@ def recorded() -> None:
         assert found[1] == found[0] and len(found[0]) == 5, (level, overlap, policy)
 
 
+@pytest.mark.proof
 def test_steps_are_recorded() -> None:
     run_ranks(recorded, 2)
 
@@ -343,6 +346,7 @@ def recurrent() -> None:
                 assert_close(mine, one, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.proof
 def test_recurrent_networks_by_blocks() -> None:
     run_ranks(recurrent, 2)
 

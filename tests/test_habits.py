@@ -211,6 +211,7 @@ HABITS = [
 ]  # fmt: skip
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_habits() -> None:
     warnings.simplefilter("ignore", oc.GatheredOperatorWarning)

@@ -33,6 +33,7 @@ def column(chosen: list[tuple[str, str]], plant: Callable[[], None] | None = Non
     return {cell: fault for cell, fault in found.items() if fault}
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("level", ["dp", "p_g_os", "pp 1F1B"])
 def test_what_was_wrong_is_one_card_or_refused(level: str) -> None:
     """Layers that come while a model is in evaluation, modes that change in mid-run, conversions, layers without shapes."""
@@ -41,6 +42,7 @@ def test_what_was_wrong_is_one_card_or_refused(level: str) -> None:
         assert not wrong, "\n".join(f"{cell}: {fault}" for cell, fault in wrong.items())
 
 
+@pytest.mark.proof
 def test_further_habits() -> None:
     plain = [level for level in LEVELS if level not in RECORDED]
     chosen = share(cells(FURTHER, plain, every=20), 12)
@@ -57,6 +59,7 @@ def all_right(levels: tuple[str, ...], habits: tuple[str, ...]) -> None:
         assert not wrong, "\n".join(f"{cell}: {fault}" for cell, fault in wrong.items())
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "levels",
     [MARKS, BY_HAND, STAGES, PIPELINES, PLANS],
@@ -66,6 +69,7 @@ def test_every_cell_is_one_card(levels: tuple[str, ...]) -> None:
     all_right(levels, tuple(name for name in HABITS if name not in FURTHER))
 
 
+@pytest.mark.proof
 def test_every_cell_that_is_recorded_is_one_card() -> None:
     all_right(RECORDED, tuple(name for name in in_steps() if name not in FURTHER))
 

@@ -46,6 +46,7 @@ def trains(hosts: list[Host], master: str) -> list[tuple]:
     return [(*host.wait(100)[:2], host.log(2 * host.number)) for host in hosts]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("etc", list(ETC_HOSTS))
 def test_two_hosts_train(tmp_path, etc):
     master = f"{'10.77.0.1' if etc == 'nobody' else 'alpha'}:{PORT}"
@@ -54,6 +55,7 @@ def test_two_hosts_train(tmp_path, etc):
     assert [code for code, *_ in ends] == [0, 0] and len(losses[0]) == 3 and losses[0] == losses[1], ends
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_what_goes_wrong_is_said_and_ends(tmp_path, fault):
     scene, expected, within = FAULTS[fault]

@@ -38,6 +38,7 @@ def classifier(mesh: oc.ProcessMesh) -> tuple[nn.Module, nn.Module]:
     return plain, oc.shard_layer(twin, mesh, cut_head)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_clipping_where_a_shard_is_empty(backend: str) -> None:
     run_ranks(clipped, 4, backend=backend)

@@ -16,7 +16,7 @@ BIG = [job for job in JOBS if job.name in ("tp=2", "dp=2 x tp=2")]
 """Those of which a bigger network leaves more sums to the optimizer."""
 
 
-@pytest.mark.share(10)
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("job", "small"), [(job, True) for job in JOBS] + [(job, False) for job in BIG], ids=lambda x: getattr(x, "name", x)
 )

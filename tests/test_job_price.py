@@ -53,6 +53,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("sizes", "given"), share(PLANS, 2))
 def test_pieces_add_up_to_the_whole_step(sizes, given):
     plan = oc.Plan(gradients="bfloat16", master=False, **given)
@@ -107,6 +108,7 @@ def real_step(dp: int, tp: int, zero: int, rows: int) -> oc.Recording:
         return oc.record(step)(*batch)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("dp", "tp", "zero"),
     share([(1, 1, 0), (1, 2, 0), (4, 1, 0), (2, 2, 0), (2, 2, 1), (4, 1, 2), (2, 1, 3), (2, 2, 3)], 2),
@@ -178,7 +180,7 @@ def test_microbatches_in_flight_are_counted(monkeypatch):
 # -- two ways to write the same model --------------------------------------------------------------------------------------
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("given", [{}, {"tp": 2}, {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "microbatches": 4}])
 def test_layers_by_hand_and_marks_cost_the_same(given):
     """On a data sheet's peaks: three products for q, k and v take a GPU longer than the layers' one."""
@@ -221,6 +223,7 @@ IDS = (torch.zeros(2, 8, dtype=torch.int64),) * 2
 ON_TP = (("embedding.weight", "tp: Shard(0)"), ("head.weight", "tp: Shard(0)"))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("placements", [(), ON_TP])
 def test_tied_weights_are_one_and_frozen_ones_have_no_state(placements):
     def memory_of(**kind: bool) -> dict[str, int]:

@@ -145,6 +145,7 @@ def trained(after: After, ahead: str = "", **options: Any) -> tuple[list[Any], M
     return found, meter, [str(w.message) for w in said]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", RIGHT)
 def test_results_in_microbatches(name: str) -> None:
     wanted, _, _ = trained(RIGHT[name])
@@ -187,6 +188,7 @@ def _in_stages() -> tuple[dict[str, list[Any]], list[str], str]:
     return found, refused, " ".join(trained(kept, stages=stages)[2])
 
 
+@pytest.mark.proof
 def test_in_stages() -> None:
     """Who writes sends it, to all ranks; what one stage makes and another one writes to in part is refused."""
     wanted = {name: trained(RIGHT[name])[0] for name in RIGHT} | {"ahead": trained(entry, "all")[0]}

@@ -101,6 +101,7 @@ def trained(late: Late, after: Late | None = None, whole: bool = True, **options
     return torch.cat([torch.stack(losses), *[x.detach().flatten() for x in state]])
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("avg", [None, False])
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_number_is_the_whole_batchs(name: str, avg: bool | None) -> None:
@@ -167,6 +168,7 @@ def next_in(name: str) -> Callable[[nn.Module], int]:
     return up
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     "name", ["array", "bytes", "list", "dict", "variable", "module", "class", "slot", "object", "layer"]
 )
@@ -215,6 +217,7 @@ def planned(name: str, plan: oc.Plan) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("how", [{"pp": 2}, {"dp": 2}, {"tp": 2}])
 @pytest.mark.parametrize("name", ["div_", "root"])
 def test_under_a_plan(name: str, how: dict[str, int]) -> None:

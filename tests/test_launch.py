@@ -67,6 +67,7 @@ ALL_REDUCE = """
 """
 
 
+@pytest.mark.proof
 def test_process_group_on_the_loopback_interface_only(tmp_path):
     with start(tmp_path, ALL_REDUCE, "--nproc_per_node", "2") as process:
         output, errors = process.communicate(timeout=120)
@@ -86,6 +87,7 @@ def test_what_torch_says_of_its_store_is_no_output_of_the_launchers():
     assert without_the_stores_end(said) == "" and without_the_stores_end(f"{said}ours\n") == "ours\n"
 
 
+@pytest.mark.proof
 def test_two_machines(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -98,6 +100,7 @@ def test_two_machines(tmp_path):
     assert (tmp_path / "logs" / "rank1.log").read_text().startswith("sum [2.0, 2.0]\n")
 
 
+@pytest.mark.proof
 def test_module_form_and_main_is_a_real_main(tmp_path):
     write(
         tmp_path,
@@ -184,6 +187,7 @@ def test_the_first_failure_is_shown_last(tmp_path):
     assert told.rstrip().endswith(logged.partition("started\n")[2].rstrip())
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("act", "status", "says"),
     [
@@ -385,6 +389,7 @@ APART = """
 """
 
 
+@pytest.mark.proof
 def test_what_rank_0_says_to_standard_error_comes_out_there(tmp_path):
     with start(tmp_path, APART, "--nproc_per_node", "2") as process:
         output, errors = process.communicate(timeout=120)

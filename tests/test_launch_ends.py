@@ -37,6 +37,7 @@ STUBBORN = """
 """
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_everything(tmp_path, number):
@@ -61,6 +62,7 @@ def test_an_impatient_user_and_ranks_that_ignore_signals(tmp_path):
     assert process.returncode == 130 and not survivors(pids)
 
 
+@pytest.mark.proof
 @LINUX
 def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     """Neither the ranks, nor what they started (a shell's job has a process group of its own), nor a temporary folder."""
@@ -101,6 +103,7 @@ FAILS = """
 """
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_rank_that_fails_leaves_no_child_alive(tmp_path, restarts):
     """Neither its own nor another rank's, at the end and before a restart."""
@@ -118,6 +121,7 @@ def test_a_rank_that_fails_leaves_no_child_alive(tmp_path, restarts):
 # Logs.
 
 
+@pytest.mark.proof
 def test_a_second_job_in_one_folder_leaves_the_logs_of_the_first(tmp_path):
     first = """
         import pathlib, time
@@ -197,6 +201,7 @@ UNEQUAL = """
 """
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("backend", "call", "more"),
     [("gloo", "all_reduce", ""), ("gloo", "all_gather", ", 0, [size] * 2"), ("shm", "all_reduce", "")],

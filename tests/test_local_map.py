@@ -47,6 +47,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("given", ["as wanted", "replicated", "cut otherwise"])

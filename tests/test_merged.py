@@ -63,6 +63,7 @@ def a_view(chance: random.Random, x: Tensor) -> tuple[str, Callable[[Tensor], Te
     return f"permute {order}", lambda t: t.permute(order)
 
 
+@pytest.mark.proof
 @multirank(4)
 def test_chains_of_views_against_numpy() -> None:
     mesh = oc.ProcessMesh(np.arange(4).reshape(2, 2), ["x", "y"])
@@ -105,6 +106,7 @@ CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_names_are_not_messages(dim: int) -> None:
@@ -155,6 +157,7 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_on_a_merged_dim(name: str) -> None:
@@ -194,6 +197,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.share(2)
 @multirank(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_to_a_merged_dim(name: str) -> None:

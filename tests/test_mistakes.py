@@ -46,6 +46,7 @@ def has(text: str, *parts: str) -> None:
 # 1. A batch smaller than the axis is no mistake: some ranks have nothing to do.
 
 
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_batch_smaller_than_the_axis_is_right(batch):
@@ -109,6 +110,7 @@ def test_wrong_number_of_placements():
     assert_close(x.full_tensor(), torch.ones(4, 4))  # nothing was sent, so the ranks are in step
 
 
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize(
     ("shape", "placement", "parts"),
@@ -177,6 +179,7 @@ def test_ranks_that_call_other_operators_are_named():
         has(text, "  rank 1: all_gather of [2, 2] float32, for 'x' [4, 2] of full_tensor, at ")
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("kind", "first", "second", "cure"),
     [
@@ -259,6 +262,7 @@ def equals_itself(x):
     return torch.equal(x, x)
 
 
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize("ask", [torch.Tensor.item, bool, float, equals_itself])
 def test_the_value_of_a_tensor_that_lives_elsewhere(ask):
@@ -341,6 +345,7 @@ def test_weights_that_one_rank_loads_are_named():
         has(text, "rank 1: linear with the plain tensor 'input' [1, 2] float64", "'weight' (parameter weight) [3, 2]")
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -487,6 +492,7 @@ mesh = oc.ProcessMesh([0, 1], dim_names=["dp"])
 """
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -507,6 +513,7 @@ for x in oc.shard_dataloader(DataLoader(torch.arange(64.0), 8, shuffle=True), me
     assert "\ntrained" not in printed
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("number", range(3))
 def test_the_page_shows_what_the_check_says_and_all_ranks_end(number, tmp_path):
     assert len(programs_of_the_page()) == 3

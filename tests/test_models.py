@@ -216,6 +216,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
+@pytest.mark.proof
 @pytest.mark.share(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_step_on_two_ranks_is_that_of_one_card(architecture):
@@ -241,6 +242,7 @@ def example(one_card: bool) -> list[float]:
     return runpy.run_path(str(EXAMPLE))["train"](one_card)
 
 
+@pytest.mark.proof
 def test_the_example_trains_as_on_one_card(capfd):
     expected = example(one_card=True)
     capfd.readouterr()

@@ -86,6 +86,7 @@ def wrong(what: Mixture, program: Callable[..., Any] = train, *more: Any) -> lis
     return [d for each in ranks for d in differences(each, single, 1e-5)] + missing(ranks, single)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("what", share(CASES, 3), ids=str)
 def test_a_mixture_is_one_cards(what: Mixture) -> None:
     assert wrong(what) == []
@@ -225,6 +226,7 @@ def told(experts: list[list[int]], tokens: int) -> list[Tensor]:
     return [y.detach(), gate.weight.grad]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("experts", [[[0], [0], [0]], [[3], [3], [3]], [[-1], [-1], [-1]], [[0], [3], [-1]]], ids=str)
 def test_some_experts_or_ranks_get_no_tokens(experts: list[list[int]]) -> None:
     for y, grad in run_ranks(told, 2, experts, 3):
@@ -386,6 +388,7 @@ def memory(degrees: dict[str, int]) -> list[int]:
     return [sum(x.nbytes for x in each) for each in (experts, [p.grad for p in experts], states)]
 
 
+@pytest.mark.proof
 def test_experts_take_memory_by_ep() -> None:
     whole = run_ranks(memory, 1, {})[0]
     for n in (2, 4):
@@ -434,6 +437,7 @@ def all_to_one_rank(how: str) -> list[Any]:
     return [y.dtype, list(y.shape), bool(y.isfinite().all()), all(grads)]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("how", ["listed", "stacked", "narrower", "normed"])
 def test_all_tokens_go_to_one_rank(how: str) -> None:
     """Whose experts have no token knows of what dtype and width the others' results are."""

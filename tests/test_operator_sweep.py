@@ -44,6 +44,7 @@ QUICK = engine.Options(samples=1, placings=6, partial=True)
 FAULTY = engine.Options(samples=1, placings=3, seconds=4.0)
 
 
+@pytest.mark.proof
 def test_the_operators_are_right():
     right = [*dict.fromkeys([*share(RIGHT, len(RIGHT) // 4), "nonzero", "linalg.svd", "mm"])]
     outcomes = {o.name: o for o in operator_sweep.sweep([*right, *REFUSED], QUICK)}
@@ -64,6 +65,7 @@ def in_sizes_of_six(names, options, path):
     engine.run(names, options, path)
 
 
+@pytest.mark.proof
 def test_operators_of_merged_dims():
     """What is cut along a dim is cut along the inner part of that dim, as after ``flatten``."""
     options = engine.Options("onecard merged", samples=1, placings=3)
@@ -72,6 +74,7 @@ def test_operators_of_merged_dims():
     assert not [o.name for o in outcomes if o.cases < 2]
 
 
+@pytest.mark.proof
 def test_operators_replayed():
     """Each case as a recorded step; the whole sweep is ``benchmarks/operator_sweep.py --libraries "onecard replayed"``."""
     names = [*share(RIGHT[6:36:4], 1), "sort", "nonzero", "nn.functional.dropout", "cov", "bernoulli"]
@@ -93,6 +96,7 @@ def test_samples_of_nothing():
     assert not (faults := report.faults("onecard", outcomes, 3)), faults
 
 
+@pytest.mark.proof
 def test_integers_and_masks():
     for dtype in ("int64", "bool"):
         names = ["add", "cat", "scatter", "sum", "index_select", "nonzero"]
@@ -145,6 +149,7 @@ def with_faulty_replays(names, options, path):
     engine.run(names, options, path)
 
 
+@pytest.mark.proof
 def test_faults_of_replays_are_seen():
     options = engine.Options("onecard replayed", samples=1, placings=1)
     lost, bound, right = operator_sweep.sweep(["sin", "tan", "sum"], options, with_faulty_replays)

@@ -29,7 +29,7 @@ from onecard.errors import LayoutError
 from onecard.testing import assert_close, multirank
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @multirank(2)
 def test_optimizer(name: str) -> None:
@@ -63,6 +63,7 @@ def test_foreach_forms_of_maximum(name: str) -> None:
             assert_close(twin if suffix else twins_of, plain if suffix else results)
 
 
+@pytest.mark.proof
 @multirank(4)
 def test_both_axes() -> None:
     for more in forms("AdamW"):
@@ -168,6 +169,7 @@ def test_large_gradients_travel_alone_from_where_they_lie() -> None:
     assert_same_parameters(plain, twin)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("cut", ["reduce_scatter", "all_reduce"])
 @multirank(4)
 def test_buckets_are_described_alike_on_all_ranks_where_another_axis_cuts_unevenly(cut: str) -> None:

@@ -135,6 +135,7 @@ def test_a_config_of_plans_on_two_ranks() -> None:
     run_ranks(one_cards, 2)
 
 
+@pytest.mark.proof
 def test_a_config_of_plans_on_four_ranks() -> None:
     run_ranks(one_cards, 4)
 

@@ -107,6 +107,7 @@ def of(when: str) -> set[str]:
     return {what.removeprefix("fleet: ") for what, patch in patches.TABLE.items() if patch.when == when}
 
 
+@pytest.mark.proof
 def test_importing_changes_nothing(said):
     assert named(said["import"]) == set()
 

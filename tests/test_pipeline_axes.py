@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from fleet_programs import close
@@ -135,5 +136,6 @@ def on_four_ranks() -> None:
     with_context_parallel()
 
 
+@pytest.mark.proof
 def test_stages_that_cut_the_sequence() -> None:
     run_ranks(on_four_ranks, 4)

@@ -37,7 +37,7 @@ PAPER = [
 ]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("p", "m", "profile", "rates", "heads_by_width"), PAPER, ids=lambda v: str(v)[:5])
 def test_bubbles_are_those_of_the_zero_bubble_paper(p, m, profile, rates, heads_by_width):
     times = pl.Times(*profile)

@@ -62,6 +62,7 @@ def test_text_is_coloured_by_kind():
     assert all(colour in html for colour in ("#56b4e9", "#f0e442", "#009e73"))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_pictures_of_a_schedule_beside_a_run(ending, tmp_path):
     path = tmp_path / f"timeline.{ending}"

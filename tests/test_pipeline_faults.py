@@ -54,6 +54,7 @@ def pipeline_with_a_fault(rank: int, queue: Any, how: signal.Signals) -> None:
         queue.put((rank, time.monotonic(), str(fault)))
 
 
+@pytest.mark.share(1)
 @pytest.mark.skipif(not shm.available(), reason="needs Linux")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_others_name_the_rank_and_the_action(how: signal.Signals, tmp_path: Any) -> None:
@@ -331,6 +332,7 @@ def _summed(values: list[float]) -> list[float]:
     return total.tolist()
 
 
+@pytest.mark.proof
 def test_measured_memory_is_the_predicted_one_and_1f1b_saves_the_seeds_part() -> None:
     """Seed 003 reports 37.5 % saved; here 4 ranks and 8 microbatches."""
     modes = ["F-then-B", "1F1B", "VPP", "Eager1F1B", "BFS"]

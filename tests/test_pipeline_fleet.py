@@ -407,5 +407,6 @@ def on_four_ranks() -> None:
         program()
 
 
+@pytest.mark.proof
 def test_pipelines_beside_other_axes() -> None:
     run_ranks(on_four_ranks, 4)

@@ -164,6 +164,7 @@ def all_trained() -> None:
             trained(name, mode)
 
 
+@pytest.mark.proof
 def test_what_has_no_gradient_on_one_card_has_none_in_a_pipeline() -> None:
     run_ranks(all_trained, 2)
 

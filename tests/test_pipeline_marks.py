@@ -76,6 +76,7 @@ def marked(size: int) -> None:
                 assert net.events == kinds, (mode, net.events)
 
 
+@pytest.mark.proof
 @pytest.mark.share(2)
 @pytest.mark.parametrize(("ranks", "size", "backend"), [(2, 1, None), (4, 1, None), (4, 2, None), (2, 1, "gloo")])
 def test_stages_by_marks_are_one_card_under_every_order(ranks: int, size: int, backend: str | None) -> None:
@@ -96,6 +97,7 @@ def large_messages() -> None:
     assert oc.unshard(loss).item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("backend", [None, "gloo"])
 def test_large_messages_by_marks_do_not_wait_in_a_circle(backend: str | None) -> None:
     run_ranks(large_messages, 2, backend=backend)
@@ -123,6 +125,7 @@ def seed_003(lists: bool = False) -> list[float]:
     return losses
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("lists", [False, True])
 def test_the_seeds_net_by_marks_under_1f1b(lists: bool) -> None:
     torch.manual_seed(0)

@@ -97,6 +97,7 @@ def test_a_recorded_step_under_a_schedule() -> None:
     run_ranks(on_two_ranks, 2)
 
 
+@pytest.mark.proof
 def test_a_recorded_step_under_a_schedule_with_data_parallel_stages() -> None:
     run_ranks(on_four_ranks, 4)
 

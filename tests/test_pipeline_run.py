@@ -66,6 +66,7 @@ def every_schedule(chosen: list[tuple[int, str]]) -> int:
     return done
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_schedule_is_one_card(ranks: int) -> None:

@@ -70,6 +70,7 @@ def ways() -> list[str]:
     return found
 
 
+@pytest.mark.proof
 def test_losses_and_gradients_are_one_cards() -> None:
     assert run_ranks(ways, 2)[0] == [f"{a} {p}" for a in AGAIN for p in (False, True)] * 4
 

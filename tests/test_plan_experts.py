@@ -31,6 +31,7 @@ def priced(sizes: oc.Transformer = SIZES, **how: Any) -> Any:
     return oc.price(sizes, oc.Plan(**({"dp": 4, "zero": 0} | how)), H100)
 
 
+@pytest.mark.proof
 def test_a_mixture_does_the_operations_that_its_sizes_say() -> None:
     for how in share(({}, {"ep": 4}, {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}), 2):
         cost = priced(**how)
@@ -54,6 +55,7 @@ def test_latent_attention_and_blocks_without_experts() -> None:
             replace(latent, **part)
 
 
+@pytest.mark.proof
 def test_only_tokens_travel_along_ep() -> None:
     for ep in share((2, 4, 8), 2):
         sent = priced(dp=8, ep=ep).ranks[0].sent["ep"]
@@ -130,6 +132,7 @@ def test_a_recording_over_any_ranks_of_experts_from_two(how: dict[str, Any]) -> 
     assert of_ranks_of_experts(few.pieces.recording, real.pieces.recording, (2, 4), 8) is None
 
 
+@pytest.mark.proof
 def test_recordings_of_a_search_are_few_whatever_ep_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(

@@ -48,6 +48,7 @@ def _found(weight: int) -> oc.Plan:
     return subject.placed(replace(subject.base, tp=4, microbatch=2), A100)[weight]
 
 
+@pytest.mark.proof
 def test_sequence_parallelism_comes_out():
     """Of a plain transformer, for time alone: sums are divided over time, and gathered behind the norms."""
     plan = _found(0)
@@ -71,6 +72,7 @@ def test_it_sends_no_more_and_keeps_less():
     assert without.kept - with_it.kept > between
 
 
+@pytest.mark.proof
 def test_where_memory_is_short_activations_are_divided():
     """Under Megatron's cuts it fits where it would not without, and takes less time than to compute again."""
     text = torch.zeros(8, 1024, dtype=torch.int64)
@@ -153,6 +155,7 @@ def _habits(plan: oc.Plan) -> dict[str, tuple[float, list[Any]]]:
     return found
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("ranks", "plan"),
     [
@@ -189,6 +192,7 @@ def _recorded(plan: oc.Plan) -> list[float]:
     return [run(torch.randint(0, 64, (4, 16), generator=draw)).item() for _ in range(4)]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("ranks", "more"), [(2, {}), (2, {"microbatches": 2}), (4, {"pp": 2, "microbatches": 2})])
 def test_recorded_steps(ranks, more):
     wanted = _trained(None)[0]

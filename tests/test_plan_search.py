@@ -53,6 +53,7 @@ def test_few_microbatches_say_what_many_take_at_least(subjects):
     assert len(seen) > 3, seen
 
 
+@pytest.mark.proof
 def test_as_good_as_looking_at_everything(subjects):
     """Over random spaces the best of all; of memory limits, so that it matters what fits."""
     priced = looked = 0
@@ -151,6 +152,7 @@ def _token_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Ten
     return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
+@pytest.mark.proof
 def test_of_a_transformer_megatrons_cuts_come_out():
     """Queries, keys, values and the MLP's first layer by columns, what follows them by rows, the head by its vocabulary."""
     text = torch.zeros(32, 128, dtype=torch.int64)
@@ -179,6 +181,7 @@ def test_names_say_nothing():
     assert found == {"down.weight": "tp: Shard(0)", "down.bias": "tp: Shard(0)", "up.weight": "tp: Shard(1)"}
 
 
+@pytest.mark.proof
 def test_the_seeds_network_is_cut_in_its_middle_and_nothing_is_faster():
     """Of all placements of its two matrices that can be priced, and of none."""
     model, batch = MLP(512, 2048), (torch.zeros(256, 512), torch.zeros(256, 512))
@@ -224,6 +227,7 @@ def test_what_if_and_fixed():
     assert found.what_if(**{"zero": found.best.zero}).why == "it is the best one"
 
 
+@pytest.mark.proof
 def test_memory_is_a_limit():
     free = _found(memory=0)
     limit = free.cost.peak * 2 // 3

@@ -131,6 +131,7 @@ class Samples(nn.Module):
         return torch.distributions.kl_divergence(found, torch.distributions.Normal(0.0, torch.ones(4)))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("kind", [Asks, Samples])
 def test_what_a_model_reads_of_its_inputs_is_guessed(kind):
     net, batch = kind(), torch.randint(1, 5, (4, 3))
@@ -232,6 +233,7 @@ def _worst(plans: dict[str, oc.Plan], fault: bool = False) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("ranks", [2, *([4] if PROOF else [])])
 def test_as_on_one_card(ranks):
     plans = TWO if ranks == 2 else FOUR

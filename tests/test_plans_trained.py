@@ -34,6 +34,7 @@ def _under_found(names: list[str], ranks: int) -> list[tuple[str, str, float]]:
     return said
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("ranks", [2, *([4] if PROOF else [])])
 def test_under_the_plan_that_was_found(ranks):
     names = NAMES if PROOF else ["gpt wide", "mlp", "unet"]
@@ -65,6 +66,7 @@ def test_models_of_a_library(name, ranks):
         assert name.startswith("Deberta") or not any(refused)
 
 
+@pytest.mark.proof
 def test_under_random_plans():
     seeds, ranks = range(200 if PROOF else 1), 2
     said = []
@@ -89,6 +91,7 @@ def _told(name: str) -> list[str]:
     return [str(w.message) for w in said]
 
 
+@pytest.mark.proof
 def test_layers_that_run_on_parts_of_a_batch():
     """A recurrent layer keeps rows apart there; a norm's backward, which writes in place, is no hook. Neither is refused."""
     assert run_ranks(_told, 2, "gru") == [[], []]

@@ -101,6 +101,7 @@ def assigned_elsewhere(source: str) -> list[str]:
     ]
 
 
+@pytest.mark.proof
 def test_what_changes_at_run_time_is_a_worlds_or_listed():
     """A new table must say which it is: a ``Kept``, or listed above with its reason."""
     listed = {name for names in OF_ALL_WORLDS.values() for name in names}

@@ -89,6 +89,7 @@ def unsized(messages: list[Any]) -> list[Any]:
     return [m if "bucket" not in m[3] else (*m[:2], *m[3:9], *m[11:]) for m in messages]
 
 
+@pytest.mark.proof
 def test_ranks_of_64_that_are_pretended_decide_alike() -> None:
     """dp=8 x tp=8: one program, so one list of decisions and messages; each rank has its own part, of 50 words an uneven one.
 

@@ -122,6 +122,7 @@ def measured() -> tuple[Any, set[str]]:
     return oc.to_json(machine), {*machine.curves}
 
 
+@pytest.mark.proof
 def test_all_ranks_measure_the_same_machine() -> None:
     ranks = run_ranks(measured, 4)
     assert all(rank == ranks[0] for rank in ranks)

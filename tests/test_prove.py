@@ -192,6 +192,7 @@ def marked(zero=0, dropout=0.1):
     return losses
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_marked_program_is_one_cards(zero):
@@ -214,6 +215,7 @@ def test_seeds_are_one_cards(name):
     assert len(proof.results) >= 20 and proof.share >= 0.98, proof.share
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_plans_values_have_partners(zero):
     proof = oc.prove(nn.Sequential(nn.Linear(8, 6), nn.Tanh()), torch.randn(4, 8), plan=oc.Plan(dp=2, zero=zero))
@@ -245,6 +247,7 @@ def test_stages_stand_for_values_of_their_own():
         assert not proof and proof.first is not None and 1 in proof.first.ranks, str(proof)
 
 
+@pytest.mark.proof
 def test_what_the_library_tries_out_is_no_part_of_a_program():
     """An optimizer of fleet's is tried on tensors of a few numbers: in a second proof its hook came before the watch's."""
     script = Script(EXAMPLES / "manual_model_parallel_003.py", ["--inner_size", "16", "--batch_num", "2"])
@@ -291,12 +294,14 @@ def plain():
     return loss
 
 
+@pytest.mark.proof
 def test_data_parallelism_by_hand_is_one_cards():
     proof = oc.prove(data_parallel, world=4, against=plain)
     assert proof, str(proof)
     assert oc.prove(data_parallel, world=2)  # in a world of one it is its own reference
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("fault", "what", "why"),
     [("missing", "the gradient of 2.weight in step 1", "mean is missing"),
@@ -444,6 +449,7 @@ def test_fleets_layers_are_one_cards():
     assert proof, str(proof)
 
 
+@pytest.mark.proof
 def test_the_command(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

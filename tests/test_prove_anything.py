@@ -125,6 +125,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("case", share(CASES, 2))
 def test_each_way_to_train_is_one_cards_and_its_fault_is_found(case):
     right, wrong = CASES[case]
@@ -174,6 +175,7 @@ def pipeline(schedule: str, fault: bool = False) -> list[float]:
 SCHEDULES = ["1F1B", "F-then-B", "VPP", "ZBH1", "ZBV"]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("schedule", share(SCHEDULES, 1))
 def test_each_schedule_is_one_cards_and_a_lost_microbatch_is_found(schedule):
     proof = oc.prove(partial(pipeline, schedule), world=2, rounding=False)
@@ -203,6 +205,7 @@ def fused(name: str, fault: float = 1.0) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_fused_optimizer_is_compared_by_the_gradients_that_it_takes(name):
     proof = oc.prove(partial(fused, name), world=2, rounding=False, against=partial(fused, name))

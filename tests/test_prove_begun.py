@@ -45,6 +45,7 @@ HOW = {
 }
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("how", HOW)
 def test_what_begins_apart_is_no_rounding(how: str) -> None:
     """An ulp moves a program that draws without a seed as far as its draw does: that was taken for rounding."""

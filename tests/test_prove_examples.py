@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from prove_examples import ALL, LEAST
 
 
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("example", share(ALL, 2), ids=lambda example: example.name)
 def test_an_example_is_one_cards(example):
@@ -23,6 +24,7 @@ def test_an_example_is_one_cards(example):
     assert proof.compared >= 70 and proof.share >= LEAST, proof.alone
 
 
+@pytest.mark.proof
 def test_a_pair_that_is_not_equal_is_no_comparison():
     """Values of the same line that are unlike do not count: of a wrong program few of what follows."""
     right, wrong = (oc.prove(p, world=2, against=programs.one_card, rounding=False) for p in (programs.ddp, _off))

@@ -13,12 +13,14 @@ def test_mixtures_by_marks_are_proved() -> None:
     assert proof and proof.share > 0.95, proof
 
 
+@pytest.mark.proof
 def test_mixtures_by_hand_are_proved() -> None:
     # Rows go where a router's values say: a world that is proved has values, and no balanced sizes in their place.
     proof = oc.prove(by_hand, world=2, rounding=False)
     assert proof and proof.exact, proof
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("program", "fault", "said"),
     [

@@ -21,6 +21,7 @@ from fuzz import faults, prove
 ALL = faults.all_faults()
 
 
+@pytest.mark.proof
 def test_planted_faults_are_found_and_named():
     outcomes = [(fault, faults.tried(fault)) for fault in share(ALL, 6)]
     counted = [(fault, outcome) for fault, outcome in outcomes if not outcome.idle]
@@ -31,6 +32,7 @@ def test_planted_faults_are_found_and_named():
     assert len(counted) >= (150 if PROOF else 4)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("fault", "operator", "wrong"), [
     ("ZeRO 2: a mean for a sum", "div", "the gradient of 2.bias in step 1"),
     ("ZeRO 1: one rank gets nothing", "mul", "0.weight"),
@@ -45,6 +47,7 @@ def test_what_is_wrong_behind_a_bucket_is_named_with_its_parameter(fault, operat
     assert proof.data()["first"]["leads_to"] == wrong
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("bug", share([*faults.programs.BUGS], 2))
 def test_bugs_of_megatrons_kind_are_found_and_named(bug):
     (fault,) = [f for f in ALL if f.name == bug]
@@ -52,6 +55,7 @@ def test_bugs_of_megatrons_kind_are_found_and_named(bug):
     assert outcome.found and outcome.named, outcome.said
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("number", share(range(len(CASES)), 2))
 def test_rounding_is_told_from_small_faults(number):
     world = (2, 3, 4)[number % 3]
@@ -64,6 +68,7 @@ def test_rounding_is_told_from_small_faults(number):
     assert not fault and not fault.rounded and fault.first is not None, str(fault)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("normed", [True, False])
 def test_a_gradient_that_is_zero_but_for_rounding_is_said_to_be_so(normed):
     """A bias ahead of a batch norm: judged beside what it is a sum of; where nothing cancels, nothing is said."""
@@ -89,6 +94,7 @@ def _ahead_of_a_norm(normed):
         optimizer.zero_grad()
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("fault", "operator", "why"), [
     ("no sum of x's gradient", "mm", "their sum is missing"), ("the gradient of a sum is doubled", "mul", ""),
     ("data: copies count", "_foreach_norm", "a norm in which each of ranks [0, 1] counts the same"),
@@ -106,6 +112,7 @@ AGAIN = [("cuts", 1), ("mixtures", 0)]
 """Were alarms once: a maximum over ranks of recordings, which looks at a float's bits; gradients on meshes of one rank each."""
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("kind", "seed"), [*AGAIN, *share([*prove.cases(0, 500)], 2)])
 def test_random_right_programs_raise_no_alarm(kind, seed):
     verdict = prove.judge(kind, seed)

@@ -65,6 +65,7 @@ def test_pieces_that_leave_nothing_out_are_a_value(program) -> None:
     assert proof and not any(word in _missing(proof) for word in MADE), proof.alone
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("program", "given"), [(microbatches, (0, 1, 1)), (microbatches, (0, 1)), (routed, True)])
 def test_pieces_that_leave_something_out_are_none(program, given) -> None:
     """A microbatch that came twice, one that never came, a row in place of another."""

@@ -33,6 +33,7 @@ def test_recordings_of_all_ranks_are_one_cards(case):
     assert any("exp_avg of" in result.what for result in proof.results)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("schedule", share(SCHEDULES, 1))
 def test_a_pipelines_recordings_are_one_cards(schedule):
     ranks = on_ranks(programs.pipeline, 2, schedule)

@@ -127,6 +127,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.proof
 def test_the_command_begins_there(folder, tmp_path, capsys):
     script, plan = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(SCRIPT)

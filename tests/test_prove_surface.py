@@ -78,6 +78,7 @@ def test_plans_that_cannot_be_applied_are_refused():
 # -- others' layers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("program", share([programs.ddp, programs.functional, programs.torch_tp, programs.fsdp2], 2))
 def test_layers_of_others_are_one_cards(program):
     proves(program, world=2, against=programs.one_card, rounding=False)
@@ -88,6 +89,7 @@ def test_dtensors_are_one_cards():
     proves(programs.dtensor, world=2, against=programs.dtensor_one_card, rounding=False)
 
 
+@pytest.mark.proof
 def test_a_sum_that_others_forget_is_named():
     proof = oc.prove(programs.forgotten, world=2, against=programs.one_card, rounding=False)
     assert not proof and proof.wrong[0].what.endswith("2.weight in step 1"), str(proof)
@@ -117,6 +119,7 @@ def test_real_ranks_give_the_same_report():
         oc.prove(lambda: 0, world=2, processes=True)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("how", share(programs.SUMS, 2))
 def test_messages_of_real_ranks_are_values(how):
     """A sum that is made twice, a stale part that is gathered or sent: named as by ranks of one process."""
@@ -135,6 +138,7 @@ def test_messages_of_real_ranks_are_values(how):
     assert words[0] == words[1]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("forgets", "operator", "code"),
     [
@@ -285,6 +289,7 @@ def _steps_of_rounding(fault: float = 0.0) -> torch.Tensor:
     return loss.detach()
 
 
+@pytest.mark.proof
 def test_steps_that_adam_makes_of_rounding_are_told_apart():
     proof = oc.prove(_steps_of_rounding, world=2, rounding=False)
     assert proof and "rounding: one card's own move as far" in str(proof) and "0.bias" in str(proof)
@@ -309,6 +314,7 @@ def test_widths_keep_their_remainders():
     assert narrowed(["--d-model", "12"], ["d_model"], 8) == ["--d-model", "12"]
 
 
+@pytest.mark.proof
 def test_widths_are_made_small_by_themselves(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + "print(asked.hidden)\n")

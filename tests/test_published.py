@@ -32,6 +32,7 @@ def test_tables_are_whole() -> None:
             assert table["judged_by"] in row
 
 
+@pytest.mark.proof
 def test_the_first_table_within_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of eight jobs: the mean of the best published model of its kind is 3.65 %, its worst 8.87 %."""
     table = published.data("megatron_2022")

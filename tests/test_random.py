@@ -112,7 +112,7 @@ def test_every_operator_under_every_layout(case, name, seed):
     check_in_turn(name, *case, seed)
 
 
-@pytest.mark.share(17)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", sorted(OPERATORS))
 def test_each_operator_is_seen_on_its_own(name):
     """Replicated, every dim cut into even and uneven parts, two axes on two dims and, in either order, on one."""

@@ -62,11 +62,13 @@ def compare(ranks: int, cases: int) -> None:
     run()
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4] if PROOF else [2, 3])
 def test_operators_on_real_ranks(ranks):
     run_ranks(compare, ranks, ranks, amount(15, 200))
 
 
+@pytest.mark.proof
 @multirank(4)
 def test_every_operator_after_a_change_of_mesh():
     warnings.simplefilter("ignore", oc.GatheredOperatorWarning)
@@ -188,6 +190,7 @@ class Dropper(nn.Module):
         return F.dropout1d(F.dropout(x, 0.3) * noise, 0.3) * torch.randn_like(x)
 
 
+@pytest.mark.share(1)
 @multirank(4)
 @pytest.mark.parametrize("how", [True, False])
 def test_checkpoint_draws_the_same_bits_again(how):
@@ -308,6 +311,7 @@ def test_ranks_that_disagree_are_told(program, message):
     assert DispatchError.__name__ in str(caught.value)
 
 
+@pytest.mark.share(3)
 @multirank(4)
 @pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "fused"])
 def test_dropout_in_fused_attention(name):

@@ -37,7 +37,7 @@ def chi_square_score(counts, expected):
 # ---- permutations
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("n, first", [(3, 3), (4, 4), (5, 5), (6, 3)])
 def test_all_permutations_of_a_few_are_alike_likely(n, first):
     """Of six elements those that come first, in their order."""
@@ -66,6 +66,7 @@ def test_the_bijection_is_one_for_every_count_of_bits(n):
     assert torch.equal(x.sort().values, torch.arange(n))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("n", [SORTED + 1, 2**17, 150_000])
 def test_long_permutations_look_random(n):
     """Fixed points, positions, neighbours, order, cycles: moments of uniform permutations, over 8 of them."""
@@ -195,7 +196,7 @@ BACKENDS = {
 }
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("program", [dropout, part_of_normal, words])
 def test_draws_trace_into_graphs_that_draw_anew(program, backend):
@@ -222,6 +223,7 @@ def of_dist_tensors(operator):
     return program
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     "operator",
     [

@@ -40,6 +40,7 @@ def compare(name, x, placement, mesh):
     return found
 
 
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @multirank(3)
 def test_a_cut_batch():

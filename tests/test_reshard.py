@@ -21,6 +21,7 @@ def value(shape):
     return torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
 
 
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize("shape", [(4, 6), (5, 3), (1, 2)])
 def test_every_pair_on_one_axis(shape):

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from naive_layouts import distribute, gathered
@@ -99,6 +100,7 @@ def check_gradient(x, y, whole):
     assert_close(x.grad.full_tensor(), weight)
 
 
+@pytest.mark.proof
 @multirank(RANKS)
 def test_random_reshards_on_ranks():
     chance, seen = random.Random(20), Counter()

@@ -74,6 +74,7 @@ def check(found: tuple[int, str], attempt: int, backend: str) -> None:
 
 
 # Every start costs seconds: each backend with each launcher, size and kind of group once.
+@pytest.mark.proof
 @pytest.mark.parametrize(("backend", "size", "last"), [("shm", 3, 1), ("gloo", 2, 2)])
 def test_a_resumed_job_ends_well(tmp_path, backend, size, last):
     program = write(tmp_path, RESUMED.format(first="", last=last))

@@ -67,7 +67,7 @@ def resumed(model: nn.Module, made: torch.optim.Optimizer, fresh: Any) -> torch.
     return optimizer
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @multirank(2)
 def test_a_resumed_optimizer(name: str) -> None:
@@ -228,6 +228,7 @@ def other_values() -> dict[str, Tensor]:
     return net.state_dict()
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("assign", [False, True])
 @multirank(2)
 def test_a_module_keeps_its_layouts(assign: bool) -> None:

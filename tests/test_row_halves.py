@@ -143,6 +143,7 @@ HIDDEN = {
 """What a message of a call travels beside: the shared expert, forward and backward."""
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("program", "layer"), HIDDEN)
 def test_messages_travel_beside_the_shared_expert(program: str, layer: str) -> None:
     for found, apart, _ in run_ranks(replays, 2, program, layer, "ep=2", 1):
@@ -151,6 +152,7 @@ def test_messages_travel_beside_the_shared_expert(program: str, layer: str) -> N
             assert any(beside in names for called, names in apart if called == function), (function, beside, apart)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("program", "layer", "name"), [
     ("dropped", "grouped", "ep=2"), ("written", "added", "ep=2"), ("ahead", "added", "ep in dp"),
     ("behind", "grouped", "ep beside tp"),
@@ -161,6 +163,7 @@ def test_numbers_are_one_cards(program: str, layer: str, name: str) -> None:
         assert apart
 
 
+@pytest.mark.proof
 def test_rows_that_go_along_two_axes_later() -> None:
     """As the step was recorded they went along one: a first half that sends twice sends both."""
     batches = ("beside", "beside", "any", "any", "home", "any", "beside", "away", "any")
@@ -168,6 +171,7 @@ def test_rows_that_go_along_two_axes_later() -> None:
         assert apart and len(found) == len(batches) and max(found) <= 1e-5, found
 
 
+@pytest.mark.proof
 def test_small_messages_are_sent_at_once_and_cost_more() -> None:
     beside, alone = (run_ranks(replays, 2, "behind", "grouped", "ep=2", least) for least in (1, 1 << 20))
     for (_, _, less), (found, apart, seconds) in zip(beside, alone, strict=True):

@@ -50,16 +50,19 @@ def text(line: str) -> str:
     return "e = F.cross_entropy(o, y, reduction='none')\n" + line.replace("; ", "\n")
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("line", POSITIONS)
 def test_what_goes_by_a_position_is_refused(line: str) -> None:
     assert micro.judged(text(line), 4)[0] == "refused"
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("line", APART)
 def test_what_goes_by_rows_is_right(line: str) -> None:
     assert micro.judged(text(line), 4)[0] == "right"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("seed", range(micro.ORDERED, micro.ORDERED + amount(6, 300)))
 def test_random_statements(seed: int) -> None:
     assert micro.judged(micro.drawn(seed), 4)[0] in ("right", "told", "refused", "void")
@@ -139,6 +142,7 @@ def mixture(back: str) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDE, WIDE), Experts(back))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("back", ["argsort", "token", "choice", "index_add", "copy", "put", "histc", "scatter"])
 def test_experts(back: str) -> None:
     with warnings.catch_warnings():

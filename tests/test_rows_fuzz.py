@@ -1,5 +1,6 @@
 """Random programs of chosen rows and experts in loops on a mesh, and a planted fault that must be seen."""
 
+import pytest
 from amounts import amount
 from fuzz.rows import program, run
 
@@ -8,6 +9,7 @@ def test_random_programs_on_a_line_of_ranks_are_one_cards() -> None:
     assert run(range(amount(5, 300)), 2) == {}
 
 
+@pytest.mark.proof
 def test_random_programs_on_a_grid_are_one_cards() -> None:
     assert run(range(1000, 1000 + amount(3, 300)), 4, grid=True) == {}
 

@@ -204,6 +204,7 @@ NORMS = {
 FAMILIES = {"pointwise": POINTWISE, "reduction": REDUCTIONS, "softmax": SOFTMAX, "loss": LOSSES, "norm": NORMS}
 
 
+@pytest.mark.proof
 @multirank(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_are_those_of_one_card(family):
@@ -215,6 +216,7 @@ def test_values_and_gradients_are_those_of_one_card(family):
             raise
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @multirank(4)
 @pytest.mark.parametrize("family", ["reduction", "softmax", "loss", "norm"])

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -192,6 +193,7 @@ def wrong_operators() -> list[str]:
     ]
 
 
+@pytest.mark.proof
 def test_operators_on_chosen_rows_are_those_of_one_card():
     for wrong in run_ranks(wrong_operators, 2):
         assert wrong == []

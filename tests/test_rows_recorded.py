@@ -95,6 +95,7 @@ def trained(kind: str) -> list[float]:
     return found
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("kind", ["plain", "scaled rows", "returned", "written"])
 def test_a_recorded_step_trains_as_one_card(kind: str) -> None:
     for found in run_ranks(trained, 2, kind):
@@ -227,5 +228,6 @@ def test_random_programs_recorded_on_a_line_of_ranks_are_one_cards() -> None:
     assert run(range(2000, 2000 + amount(4, 200)), 2, recorded=True) == {}
 
 
+@pytest.mark.proof
 def test_random_programs_recorded_on_a_grid_are_one_cards() -> None:
     assert run(range(3000, 3000 + amount(2, 200)), 4, grid=True, recorded=True) == {}

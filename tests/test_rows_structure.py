@@ -124,7 +124,7 @@ def compare(model, layouts, loss_of, *inputs):
         assert_close(a.grad, b.grad, rtol=2e-5)
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize("layouts", BLOCK_LAYOUTS)
 @pytest.mark.parametrize("batch", [4, 3, 1])
@@ -164,7 +164,7 @@ CNN_LAYOUTS = {
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize("layouts", CNN_LAYOUTS)
 @pytest.mark.parametrize("batch", [4, 3])
@@ -209,7 +209,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.share(9)
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_forward_and_backward(name):

@@ -69,6 +69,7 @@ def pytorch_job(rank: int, size: int = 2) -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("of", [slurm, open_mpi, mpich, mvapich, pmix, pytorch_job])
 def test_ranks_of_a_launcher_on_one_host_are_one_world(tmp_path, of):
     ends = started_by_hand(tmp_path, PROGRAM, [of(0), of(1)])

@@ -17,6 +17,7 @@ CELLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.proof
 @pytest.mark.share(3)
 @pytest.mark.parametrize(("level", "plan", "first"), CELLS, ids=str)
 def test_scripts(level, plan, first):
@@ -26,6 +27,7 @@ def test_scripts(level, plan, first):
         assert len(found.refused) + len(found.void) < count
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize(("plan", "first"), [(STEPS[1], 6538), (STEPS[2], 6502)], ids=str)
 def test_scripts_whose_step_is_planned(plan, first):

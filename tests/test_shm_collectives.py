@@ -87,6 +87,7 @@ def compare(program):
                     assert torch.equal(got, want), f"Gloo and this test disagree about {plain}"
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_programs_mean_what_gloo_means(size):
     examples = int(os.environ.get("ONECARD_EXAMPLES", amount(1, 24)))
@@ -141,6 +142,7 @@ def test_one_wrong_bit_is_seen_whichever_the_collective():
     assert [kind for kind, *wrong in zip(kinds, *found, strict=True) if not any(wrong)] == []
 
 
+@pytest.mark.proof
 @multirank(4, backend="shm")
 def test_every_collective_and_size():
     rank = dist.get_rank()
@@ -149,6 +151,7 @@ def test_every_collective_and_size():
             assert torch.equal(got, want), call
 
 
+@pytest.mark.proof
 @multirank(2, backend="shm")
 def test_groups_of_one_at_every_size():
     rank = dist.get_rank()
@@ -174,6 +177,7 @@ def all_bits(dtype, op):
     return results
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("dtype", "op"), [(torch.float32, "SUM"), (torch.bfloat16, "AVG")], ids=str)
 def test_bits_are_equal_on_all_ranks_from_run_to_run_and_for_every_size(dtype, op):
     first, again = (run_ranks(all_bits, 3, dtype, op, backend="shm") for _ in range(2))
@@ -205,6 +209,7 @@ def large_reductions():
     assert kept.unique().tolist() == [3.0 if rank == 1 else 1.0]  # only the root's changes
 
 
+@pytest.mark.proof
 def test_large_reductions_of_every_kind():
     run_ranks(large_reductions, 2, backend="shm")
 
@@ -332,6 +337,7 @@ def test_work_runs_in_the_background_in_order():
     assert chained.wait() == 0
 
 
+@pytest.mark.proof
 @multirank(4, backend="shm")
 def test_soak():
     """Rounds of all sizes, on two groups at once, from two threads of work."""

@@ -205,6 +205,7 @@ def mismatch(kind):
         dist.all_reduce(x)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

@@ -32,6 +32,7 @@ def reduce_scatter_in_place(listed):
         assert torch.equal(parts[rank], expected), (count, dtype, op)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("nproc", [2, 3])
 @pytest.mark.parametrize("listed", [False, True])
 def test_a_reduce_scatter_into_its_own_input(nproc, listed):
@@ -80,6 +81,7 @@ def mismatched(sent, received, early):
     return str(fault.value)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(
     ("sent", "received"),

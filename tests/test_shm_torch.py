@@ -106,7 +106,7 @@ TRAINERS = {
 }
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_torch_trains_with_the_losses_of_gloo(name, size):

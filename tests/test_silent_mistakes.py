@@ -28,6 +28,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught_within_eight_steps(mistake, backend):

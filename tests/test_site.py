@@ -109,6 +109,7 @@ def misspelled(*paths: Path) -> str:
     return subprocess.run([*command, *map(str, paths)], capture_output=True, text=True).stdout
 
 
+@pytest.mark.proof
 def test_words_are_spelled_right(tmp_path):
     pytest.importorskip("codespell_lib")
     assert misspelled(*TEXTS, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md", ROOT / "src") == ""

@@ -201,6 +201,7 @@ def test_what_may_be_rounding_is_a_warning():
         run_ranks(drift, 2)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "foreach", "fused", "shard_optimizer"])
 def test_copies_of_parameters_are_compared_under_every_kind_of_optimizer(optimizer):
     with pytest.raises(RankError, match=r"the parameter \(parameter 0\.weight\)"):
@@ -218,6 +219,7 @@ print("trained")
 """
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("x", ["x", "oc.shard_tensor(x, mesh, [oc.Shard(0)])"])
 def test_a_program_that_sends_nothing_is_looked_at_too(x, tmp_path: Path):
     """Ranks that never need each other have not met when the first difference comes up."""
@@ -225,6 +227,7 @@ def test_a_program_that_sends_nothing_is_looked_at_too(x, tmp_path: Path):
     assert status != 0 and "differs between ranks" in output, output
 
 
+@pytest.mark.proof
 def test_ranks_of_a_test_read_the_switch_as_well(monkeypatch):
     monkeypatch.setenv("ONECARD_CHECK", "0")
     assert run_ranks(run, 2, "skipped", 12) == [12, 12]

@@ -54,6 +54,7 @@ def check(name: str, make: Any) -> None:
         raise
 
 
+@pytest.mark.proof
 def test_two_ranks() -> None:
     run_ranks(on_two_ranks, 2)
 

@@ -178,6 +178,7 @@ ONE_ROW = ("mean", "sum by a number", "mean by hand", "mean of each", "sum from 
 CASES = [*((name, 2) for name in RIGHT), *((name, ROWS) for name in ONE_ROW)]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("name", "k"), CASES)
 def test_sums_and_means_are_one_cards(name: str, k: int) -> None:
     losses, weights = trained(RIGHT[name], lambda step: step)
@@ -189,6 +190,7 @@ def test_sums_and_means_are_one_cards(name: str, k: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", NEITHER)
 def test_what_is_neither_is_refused(name: str) -> None:
     loss, operator = NEITHER[name]
@@ -253,6 +255,7 @@ def cut_in_stages() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.proof
 def test_in_a_pipeline() -> None:
     for found in run_ranks(cut_in_stages, 2, timeout=120.0):
         for name, losses in found.items():

@@ -97,6 +97,7 @@ def close(found: list[float], asks: str) -> None:
 ASKED = ("argument", "buffer", "hidden", "count", "mask")
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("asks", ASKED)
 @pytest.mark.filterwarnings("ignore:step is recorded anew")
 def test_microbatches_go_the_way_of_the_whole_batch(asks):
@@ -211,6 +212,7 @@ def under(plan: dict[str, int], kinds: tuple[str, ...]) -> list[list[float]]:
         return [losses(asks, make) for asks in kinds]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("plan", "kinds"),
     [

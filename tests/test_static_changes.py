@@ -209,6 +209,7 @@ def called(habit: Callable[[], Case], static: bool) -> list[list[Tensor]]:
     return found
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("habit", HABITS)
 def test_a_change_between_calls_is_noticed(habit: Callable[[], Case]) -> None:
     expected = called(habit, False)

@@ -264,6 +264,7 @@ def flag_on_one_rank() -> None:
             static(x)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_rank_that_records_while_the_others_replay_says_so(backend: str) -> None:
     with pytest.raises(RankError) as fault:
@@ -325,6 +326,7 @@ def own_messages() -> list[str]:
     return wrong
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_messages_of_the_programs_own_are_replayed(backend: str) -> None:
     assert run_ranks(own_messages, 2, backend=backend) == [[], []]

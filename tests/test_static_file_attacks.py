@@ -127,6 +127,7 @@ def test_forms_of_results() -> None:
         assert form == other and all(a is b is None or torch.equal(a, b) for a, b in zip(leaves, others, strict=True))
 
 
+@pytest.mark.proof
 def test_changed_files_are_refused_or_harmless() -> None:
     for seed, count in runs(20_000, 5, 1200):
         counts, wrong = many(seed, count)

@@ -60,6 +60,7 @@ def test_saved_loaded_bound_and_replayed() -> None:
         same_through_a_file(folder, several=False)
 
 
+@pytest.mark.proof
 def test_saved_on_two_ranks() -> None:
     with tempfile.TemporaryDirectory() as folder:
         text = run_ranks(same_through_a_file, 2, folder, True)[0]

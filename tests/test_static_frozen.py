@@ -53,11 +53,13 @@ def losses(static: bool, freeze: bool) -> tuple[list[float], list[Any]]:
     return found, [kept, model.weight.tolist()]
 
 
+@pytest.mark.proof
 def test_a_model_that_is_frozen_is_there_before_the_step(thawed: None) -> None:
     with warnings.catch_warnings(action="ignore"):  # what the step keeps in Python is told
         assert losses(True, True) == losses(False, False)
 
 
+@pytest.mark.proof
 def test_frozen_objects_are_found_only_where_a_program_has_some(thawed: None) -> None:
     hidden: list[Tensor] = [torch.ones(1)]
     gc.freeze()
@@ -68,6 +70,7 @@ def test_frozen_objects_are_found_only_where_a_program_has_some(thawed: None) ->
     assert frozen.is_any(gc.get_objects())
 
 
+@pytest.mark.proof
 def test_what_is_frozen_is_looked_for_once_and_anew_where_more_is_frozen(
     thawed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

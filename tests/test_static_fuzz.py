@@ -101,6 +101,7 @@ def held(x: Tensor) -> Tensor:
 OPTIONS: list[dict[str, Any]] = [{}, {"also": ["recompute"]}]
 
 
+@pytest.mark.proof
 def test_random_programs_on_one_card() -> None:
     for seed in range(amount(10, 30)):
         tried(seed, None, **OPTIONS[seed % 2])
@@ -120,6 +121,7 @@ def on_two_ranks(seeds: range) -> int:
     return refused
 
 
+@pytest.mark.proof
 def test_random_programs_on_two_ranks() -> None:
     one, other = run_ranks(on_two_ranks, 2, range(100, amount(105, 116)))
     assert one == other <= 2

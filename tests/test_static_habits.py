@@ -320,6 +320,7 @@ def called(habit: Callable[[], Habit], static: bool) -> list[Tensor]:
     return found
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
 def test_what_changes_between_steps_is_not_repeated(habit: Callable[[], Habit]) -> None:
     expected = called(habit, static=False)

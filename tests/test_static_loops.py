@@ -90,6 +90,7 @@ def one_hot(o: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(o, F.one_hot(y, num_classes=CLASSES).float())
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize(
     "of",
@@ -120,6 +121,7 @@ def cut(of: dict[str, Any], lists: bool = False) -> tuple[list[float], int]:
     return losses(step), len(step.recordings)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "of", [{"optimizer": Lion}, {"loss": one_hot}, {"zero": "before"}], ids=["Lion", "one_hot", "zero"]
 )
@@ -129,6 +131,7 @@ def test_in_a_pipeline(of):
         assert recordings == 1
 
 
+@pytest.mark.proof
 def test_in_a_pipeline_on_gpus():
     for found, recordings in run_ranks(cut, 2, {"zero": "before"}, lists=True):
         assert found == pytest.approx(losses(loop(zero="before")), rel=1e-5)
@@ -145,6 +148,7 @@ def cut_normed() -> list[float]:
     return losses(oc.to_static(normed(), plan=oc.Plan(dp=2, pp=2, microbatches=2)))
 
 
+@pytest.mark.proof
 def test_operators_without_a_row_in_a_pipeline_beside_dp():
     """Their shapes are asked on tensors without data, which no recording sees."""
     for found in run_ranks(cut_normed, 4):
@@ -158,6 +162,7 @@ def zeros_kept() -> str:
     return str(refused.value)
 
 
+@pytest.mark.proof
 def test_gradients_that_stay_between_steps_of_a_pipeline_are_refused():
     """By each rank that has some; the others stop with it."""
     words = run_ranks(zeros_kept, 2)
@@ -213,6 +218,7 @@ class Clipped(torch.autograd.Function):
         return g.clamp(-0.01, 0.01)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("of", "operator"),
     [
@@ -264,6 +270,7 @@ def cut_scaled() -> Any:
     return losses(oc.to_static(scaled(True), plan=PIPELINE))
 
 
+@pytest.mark.proof
 def test_a_scaler_in_a_pipeline():
     for found in run_ranks(cut_scaled, 2):
         assert found == pytest.approx(losses(scaled(False)), rel=1e-5)

@@ -116,6 +116,7 @@ def all_programs() -> dict[str, str]:
     return said
 
 
+@pytest.mark.proof
 def test_manual_programs_replay_bit_for_bit() -> None:
     found = run_ranks(all_programs, 2)
     assert [{name: why for name, why in each.items() if why} for each in found] == [{}, {}]

@@ -99,6 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", CASES)
 def test_merged_is_the_loop(name: str) -> None:
     """Bit for bit where halves and quarters are exact: results, gradients, buffers, states, random state."""
@@ -174,6 +175,7 @@ def scaled(dtype: torch.dtype, k: int, static: bool) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_merged_in_half_with_a_scaler(dtype: torch.dtype) -> None:
     """Scale, check and step once: steps that an infinity skips, scales that are halved, as in the loop."""

@@ -225,6 +225,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("case", CASES)
 def test_a_habit_is_the_loop(case: Callable[[], Step]) -> None:
     found = []
@@ -396,6 +397,7 @@ WARNED: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", WARNED)
 def test_a_mean_of_means_is_told_or_refused(name: str) -> None:
     loss, y, words = WARNED[name]
@@ -511,6 +513,7 @@ def distance(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
     ]
 
 
+@pytest.mark.proof
 def test_on_ranks() -> None:
     """Rows of a tensor that is cut met those of one that is not: each microbatch had labels of other rows."""
     found = run_ranks(on_ranks, 2)

@@ -79,6 +79,7 @@ def moved_steps() -> list[Any]:
     return found
 
 
+@pytest.mark.proof
 def test_moved_messages_keep_every_bit_on_two_ranks() -> None:
     found = run_ranks(moved_steps, 2)
     assert found[0] == found[1]

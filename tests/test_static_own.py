@@ -63,6 +63,7 @@ def compared_all() -> int:
     return len(STEPS)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_functional_collectives_are_replayed(backend: str) -> None:
     """Over Gloo the wait was lost, and the replay read what had not come; over shm they were refused for another reason."""

@@ -87,6 +87,7 @@ def passes_keep_bits() -> list[str]:
     return said
 
 
+@pytest.mark.proof
 def test_passes_keep_every_bit() -> None:
     passes_keep_bits()
     print(run_ranks(passes_keep_bits, 2)[0])

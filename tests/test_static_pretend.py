@@ -104,6 +104,7 @@ def test_64_ranks() -> None:
     assert dict(costs[17].alive_at_peak)["model.lm_head.weight"] == part
 
 
+@pytest.mark.proof
 def test_the_last_rank_of_an_uneven_cut_has_less() -> None:
     """63 words over 8 ranks: 8 each, the last one 7. A rank whose place is wrong would show another one's part."""
     for rank, rows in ((17, 8), (22, 8), (23, 7)):
@@ -112,6 +113,7 @@ def test_the_last_rank_of_an_uneven_cut_has_less() -> None:
         assert facts["model.lm_head.weight"] == (rows, WIDTH), rank
 
 
+@pytest.mark.proof
 def test_large_models_take_no_memory() -> None:
     """A layer whose parameters take 30 GB for one rank of 100,000; as many nodes as in a world of half the size.
 
@@ -163,6 +165,7 @@ def nodes_at(ranks: int, stage: type, width: int = 1024) -> int:
         return len([*optimised(oc.record(step)(x)).nodes()])
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("stage", [oc.ShardingStage1, oc.ShardingStage2, oc.ShardingStage3], ids=lambda s: s.__name__)
 def test_a_step_of_zero_has_as_many_nodes_on_a_thousand_ranks(stage: type) -> None:

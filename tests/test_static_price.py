@@ -50,6 +50,7 @@ def counted() -> list[tuple[dict[str, int], dict[str, int]]]:
     return found
 
 
+@pytest.mark.proof
 def test_bytes_of_messages_are_those_of_a_run() -> None:
     for ranks in run_ranks(counted, 4):
         for priced, sent in ranks:
@@ -104,6 +105,7 @@ def peaks() -> dict[str, tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.proof
 def test_the_peak_is_that_of_a_replay() -> None:
     for rank in run_ranks(peaks, 4 if PROOF else 2):
         for name, (counted, priced, inputs) in rank.items():

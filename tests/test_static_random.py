@@ -93,6 +93,7 @@ def on_ranks() -> None:
             assert torch.equal(a, b), way.__name__
 
 
+@pytest.mark.proof
 def test_states_within_a_step_on_ranks() -> None:
     run_ranks(on_ranks, 2)
 

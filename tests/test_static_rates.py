@@ -70,6 +70,7 @@ def trained(update: Update, static: bool, keep: Callable[[float], Any] = lambda 
     return found, run
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", [*FOLLOWED, *CONDITIONS])
 def test_a_learning_rate_read_by_hand(name: str) -> None:
     update = {**FOLLOWED, **CONDITIONS}[name]

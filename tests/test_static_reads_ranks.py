@@ -6,6 +6,7 @@ import gc
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from habits_static import HABITS, Habit
 from test_static_reads import CALLS, REFUSED, plainly
@@ -58,6 +59,7 @@ def outcomes(names: list[str]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.proof
 def test_each_call_is_right_or_refused_on_two_ranks() -> None:
     first, second = run_ranks(outcomes, 2, CHOSEN)
     assert first == second

@@ -42,6 +42,7 @@ def train_000(kernels: str) -> dict[str, tuple[list[float], int]]:
     return found
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_tables_of_seed_000_replayed(ranks: int, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ def told(found: list[Verdict], seeds: list[int]) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.proof
 def test_random_training_on_one_card() -> None:
     tried = share(SEEDS, 6) + seeds(0, 0, 30)
     found = many(tried, None)
@@ -35,6 +36,7 @@ def test_random_training_on_one_card() -> None:
     assert sum(v.kind == "right" for v in found) >= len(tried) // 2 and sum(v.replays for v in found) >= 2 * len(tried)
 
 
+@pytest.mark.proof
 def test_random_training_on_two_ranks() -> None:
     """Messages that wait for inputs alone (5, 7), and that only one rank has something to do beside (26), among them; a view that
     is returned after what it is a view of was written to (960112).
@@ -79,6 +81,7 @@ def buffer_reused(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(inplace, "_is_last_use", lambda node, sharing: True)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("plant", [number_baked_in, write_lost, buffer_reused], ids=lambda plant: plant.__name__)
 def test_planted_faults_are_seen(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

@@ -99,6 +99,7 @@ def test_collectives_by_hand_are_refused(backend):
     run_ranks(collectives_by_hand, 2, backend=backend)
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_compile_says_that_it_cannot():
     x = cut(matrix())

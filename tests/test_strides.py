@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +27,7 @@ def true(x: oc.DistTensor) -> bool:
     return strides.placed(x._local, x._spec)
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_strides_after_every_reshard() -> None:
     mesh = oc.ProcessMesh([0, 1], ["x"])

@@ -95,6 +95,7 @@ def compare(losses: list[float], model: Any, expected: list[float], weights: lis
         assert_close(oc.unshard(p.detach()), weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.proof
 def test_mean_over_the_tokens_of_a_step():
     run_ranks(everywhere, 2)
 

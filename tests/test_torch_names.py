@@ -105,6 +105,7 @@ def is_there(name: str) -> bool:
     return False
 
 
+@pytest.mark.proof
 def test_no_other_file_takes_a_private_name():
     assert len(FILES) > 100
     taken = {str(path.relative_to(PACKAGE)): names_of_torch(path.read_text()) for path in FILES}
@@ -125,6 +126,7 @@ def test_such_names_are_seen():
     assert names_of_torch("import torch\ntorch.ops.aten._to_copy(torch.ones(1)).__class__") == []
 
 
+@pytest.mark.proof
 def test_attributes_that_are_not_ours_are_listed():
     """Private attributes of any object, which no class, function or assignment of ours makes."""
     used, ours = {}, {"_current_frames", "_exit", "_getframe", "_replace", "_torch"}  # os, sys, namedtuple
@@ -196,6 +198,7 @@ def train(model, x, y):
     return losses
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_what_takes_the_place_of_a_missing_name_works(tmp_path, monkeypatch, backend):

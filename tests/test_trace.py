@@ -44,6 +44,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_replay_equals_the_eager_run(backend: str) -> None:

@@ -81,6 +81,7 @@ def assert_near(found: Any, wanted: Any, where: str = "") -> None:
         assert found == wanted, where
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "libraries", "plans"),
     [pytest.param(*c, marks=pytest.mark.proof if c[0] in LONG else ()) for c in CASES],
@@ -104,6 +105,7 @@ def test_as_on_one_card(name, libraries, plans, tmp_path, monkeypatch):
 PAGE = Path(__file__).parents[1] / "docs" / "howto" / "trainers.md"
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("title", "libraries"),
     [

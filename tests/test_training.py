@@ -26,6 +26,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: oc.unshard(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("kind", ["tp", "dp", "plain dp"])
 @multirank(2)
 def test_clip_grad_norm(kind: str) -> None:
@@ -54,6 +55,7 @@ def test_clip_grad_norm_on_two_axes() -> None:
     assert_close(gradients(twin), gradients(plain))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("kind", ["tp", "dp", "plain dp"])
 @multirank(2)
 def test_clip_grad_value(kind: str) -> None:
@@ -108,6 +110,7 @@ def scaled_run(
     return history
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("kind", ["tp", "dp", "plain dp"])
 @multirank(2)
 def test_grad_scaler(kind: str) -> None:
@@ -152,6 +155,7 @@ def scheduled_run(name: str, model: nn.Module, lay_out: Any, lr: Any) -> list[fl
     return rates
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_schedulers() -> None:
     for name in SCHEDULERS:
@@ -184,6 +188,7 @@ def test_a_rate_that_changes_each_step_decides_nothing_again() -> None:
 # autocast
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("kind", ["tp", "dp", "plain dp"])
 @multirank(2)
 def test_autocast(kind: str) -> None:

@@ -210,6 +210,7 @@ TOOLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__)
 @multirank(2)
 def test_tool(tool: Any) -> None:

@@ -30,7 +30,7 @@ def mesh_of(ranks):
     return oc.ProcessMesh(ranks, ["a", "b"][: np.ndim(ranks)])
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @multirank(4)
 @pytest.mark.parametrize("pair", MESHES, ids=str)
 def test_between_meshes_on_ranks(pair):
@@ -65,6 +65,7 @@ def pretend_two_hosts():
     os.environ.update(GROUP_RANK=str(oc.get_rank() // half), LOCAL_WORLD_SIZE=str(half))
 
 
+@pytest.mark.share(1)
 @multirank(4)
 @pytest.mark.parametrize("source", [oc.Replicate(), oc.Shard(0), oc.Partial(), oc.Partial("max")], ids=str)
 def test_between_hosts_each_element_crosses_once(source):
@@ -128,6 +129,7 @@ def train(model, batches, foreach):
     return losses
 
 
+@pytest.mark.proof
 @multirank(8)
 def test_the_3d_program_of_seed_002_equals_one_card():
     mesh0 = oc.ProcessMesh([[0, 1], [2, 3]], dim_names=["x", "y"])
@@ -205,6 +207,7 @@ def test_clipping_of_a_mesh_that_is_smaller_than_the_world(foreach):
     assert all((g.to_local().numel() == 8) is (oc.get_rank() == 0) for g in clipped)
 
 
+@pytest.mark.share(1)
 @multirank(3)
 @pytest.mark.parametrize("taken", ["it", "a view", "a part"])
 def test_outside_the_mesh_layouts_follow_what_is_settled_inside(taken):

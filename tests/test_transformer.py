@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +38,7 @@ def layouts(model: nn.Module, x: Tensor) -> Iterator[tuple[nn.Module, Tensor, oc
         yield twin, x if placement is None else oc.shard_tensor(x, MESH, [placement]), placement
 
 
+@pytest.mark.proof
 @multirank(2)
 @torch.no_grad()
 def test_an_encoder_with_padding_and_masks() -> None:

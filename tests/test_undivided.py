@@ -44,6 +44,7 @@ def test_a_whole_batch_on_each_rank_is_told_once(stage):
         assert "onecard.shard_dataloader(loader, mesh, shard_dims='dp')" in said[0]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("stage", "tp"), [*((stage, False) for stage in STAGES), ("plain", True)])
 def test_divided_work_is_not(stage, tp):
     """By rows, or by a weight alone, which takes the whole batch."""
@@ -101,6 +102,7 @@ def _as_one_card(rows: int) -> list[str]:
     return [str(w.message) for w in seen if "nothing is divided" in str(w.message)]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_programs_for_one_card_are_told_of_too_few_rows(rows):
     for said in run_ranks(_as_one_card, 2, rows):

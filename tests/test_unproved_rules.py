@@ -182,6 +182,7 @@ def test_a_wrong_in_place_operator_is_named():
     forget()
 
 
+@pytest.mark.proof
 @multirank(4)
 def test_two_axes_and_a_training_step():
     oc.register_rule("aten::mm", "m k, k n -> m n", linear="self * mat2", replace=True)

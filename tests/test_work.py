@@ -109,6 +109,7 @@ def both() -> Iterator[tuple[Captured, float, float]]:
             yield captured, decided(call, MACHINE), price.operator_seconds(node, MACHINE, price.work(node))
 
 
+@pytest.mark.proof
 def test_decisions_and_prices_ask_the_same_work() -> None:
     wrong, count = [], 0
     for captured, one, other in both():

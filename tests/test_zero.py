@@ -110,6 +110,7 @@ def compare(stage: int, tp: bool) -> None:
             assert whole == [stage < 3] * len(whole)
 
 
+@pytest.mark.proof
 @pytest.mark.share(2)
 @pytest.mark.parametrize(("ranks", "tp"), [(3, False), (4, True)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -185,6 +186,7 @@ def test_states_and_parameters_that_are_cut_by_hand_send_no_more():
     run_ranks(cut_by_hand, 2)
 
 
+@pytest.mark.proof
 def test_what_is_sent_is_what_theory_says():
     """P elements: 2P (n-1)/n for data parallelism and stages 1 and 2, 3P (n-1)/n for stage 3; in few messages."""
     part = 4 * 2 * 16 * 32 // 2  # on 2 ranks: bytes of half the parameters
@@ -347,6 +349,7 @@ def recorded(stage: int) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.proof
 def test_recorded_steps_replay_bit_for_bit():
     for stage in STAGES:
         run_ranks(recorded, 2, stage)

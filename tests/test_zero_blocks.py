@@ -127,6 +127,7 @@ def sent(policy: str, overlap: bool) -> tuple[dict[str, tuple[int, int]], list[i
     return counts, whole[2:]
 
 
+@pytest.mark.proof
 def test_messages_and_memory():
     """P elements: an all-gather of each block for forward, one for backward where it gave its parameters up, a reduce-scatter."""
     part = 4 * 16 * 16 // 2
@@ -254,6 +255,7 @@ def _given_data(by_hand: bool, looks: bool) -> tuple[list[float], list[float]]:
     return every[0], every[1]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("looks", [False, True])
 def test_other_data_than_parts(by_hand: bool, looks: bool) -> None:
@@ -285,6 +287,7 @@ def _bounded() -> tuple[list[float], list[float]]:
     return every[0], every[1]
 
 
+@pytest.mark.proof
 def test_a_block_that_writes_to_its_parameter() -> None:
     for alone, found in run_ranks(_bounded, 2):
         assert found == pytest.approx(alone, rel=1e-5)

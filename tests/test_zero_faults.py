@@ -144,6 +144,7 @@ def branching(stage: int, overlap: bool) -> str:
     return "no error"
 
 
+@pytest.mark.proof
 def test_a_branch_on_the_rank_is_an_error_and_no_hang():
     for stage in (0, *STAGES):
         for overlap in (False, True):
@@ -184,6 +185,7 @@ def _survived(seconds: float, words: str) -> None:
     print(f"survivor after {seconds:.1f} s: {words}", flush=True)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_kill_of_one_rank_ends_the_others_with_its_name(stage, capfd, monkeypatch):
     monkeypatch.setattr(_run, "GRACE", 60.0)  # both have their say
@@ -225,5 +227,6 @@ def recorded() -> None:
         assert found[0] == found[1] == found[2], stage
 
 
+@pytest.mark.proof
 def test_recorded_steps_replay_with_overlap():
     run_ranks(recorded, 2)

@@ -86,6 +86,7 @@ def matrix() -> None:
                 assert by_level(level, setting) == expected, (level, setting)
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_twenty_batches_are_one_card(ranks: int) -> None:

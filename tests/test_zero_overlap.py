@@ -70,6 +70,7 @@ def counted() -> list[str]:
     return begun
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize(("ranks", "tp", "large"), [(3, False, False), (4, True, False), (2, False, True)])
 def test_on_and_off_are_equal_bit_for_bit(ranks, tp, large):
@@ -208,6 +209,7 @@ def clipped_messages(stage: int, overlap: bool) -> dict[str, tuple[int, int]]:
     return counts
 
 
+@pytest.mark.proof
 def test_clipping_costs_one_small_message():
     """Stage 1 too: what is clipped is cut first, and the norm is made of the parts'."""
     part = 4 * 3 * (64 * 64 + 64) // 2

@@ -109,6 +109,7 @@ def test_master_weights_and_offload():
     run_ranks(masters, 2)
 
 
+@pytest.mark.proof
 def test_hybrid_sharding():
     run_ranks(hybrid, 4)
 

@@ -18,6 +18,7 @@ from onecard.train.zero.gathered import GatheredParameter
 from onecard.train.zero.reducer import Reducer
 
 
+@pytest.mark.proof
 def test_random_programs_are_one_card() -> None:
     wrong = search(seeds(0, 4, 80))
     assert not wrong, "\n\n".join(f"seed {seed}: {why}\n{draw(seed)}" for seed, why in wrong.items())
@@ -92,6 +93,7 @@ PLANTS: dict[Callable[[], None], tuple[str, ...]] = {
 }
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda p: p.__name__)
 def test_planted_faults_are_found(plant: Callable[[], None]) -> None:
     chosen = [s for s in range(100) if (how := draw(s).how)["ranks"] == 2 and how["stage"] in PLANTS[plant]][:6]

@@ -109,6 +109,7 @@ def _compared(how: str) -> None:
         assert len({storage for storage, _ in there}) == 1
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("how", ["marks", "os", "p_g_os"])
 def test_weights_that_lie_in_one_memory(how: str) -> None:
     run_ranks(_compared, 2, how, timeout=patience(60.0))

@@ -108,5 +108,6 @@ def everywhere() -> None:
             assert_close(oc.unshard(p.detach()), weight.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.proof
 def test_scaled_means_over_tokens_are_one_card() -> None:
     run_ranks(everywhere, 4)
