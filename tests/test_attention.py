@@ -85,6 +85,7 @@ def test_every_way_to_call_it() -> None:
             assert_close(found, want)
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_a_transformer_with_a_cut_batch_sends_nothing_but_gradients() -> None:
     torch.manual_seed(0)

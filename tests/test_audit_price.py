@@ -139,6 +139,7 @@ def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert Given().model is None
 
 
+@pytest.mark.proof
 def test_plans_that_a_neighbour_leads_to_are_priced() -> None:
     """Fields that recordings do not depend on: none of them may stand in the way of a price."""
     model = oc.Transformer(layers=4, hidden=64, heads=4, vocab=128, sequence=512)

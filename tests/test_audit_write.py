@@ -98,6 +98,7 @@ def made(draw: random.Random, given: dict[str, Any], stages: bool) -> Plan:
 MAKE = {"megatron": for_megatron, "deepspeed": for_deepspeed, "torchtitan": for_torchtitan, "fsdp": for_fsdp}
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_what_a_library_can_say_is_read_back(library: str, tmp_path: Path) -> None:
     draw = random.Random(7)

@@ -204,6 +204,7 @@ def _whole_module(zero: int) -> tuple[bytes, bytes, float]:
     return file.getvalue(), pickle.dumps(copy.deepcopy(net)), net(torch.ones(3, 4)).sum().item()
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_whole_module_is_one_cards(zero):
     """It runs where there is one process, and no onecard: what divides batches or gathers parameters stays behind."""

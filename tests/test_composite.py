@@ -36,6 +36,7 @@ def program(x, w, b, q, k, v):
     return y, scores, y.pow(2).sum() + scores.pow(2).sum() + rest
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_products_and_their_first_and_second_gradients():
     def run(place):
@@ -206,6 +207,7 @@ def test_plain_tensors_do_not_come_here():
 # ---- losses, and what they make
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_a_smoothed_loss_with_weights_of_classes_sends_only_its_sums():
     """torch selects the labels that count: a size that depends on data, for which everything would be gathered."""

@@ -87,7 +87,7 @@ def nothing() -> Any:
     return steps(lambda: 0.5, 70)
 
 
-@pytest.mark.share(1)
+@pytest.mark.proof
 @pytest.mark.parametrize("program", [of_a_queue, of_one_rank])
 def test_what_python_is_given_is_told_and_then_refused(program: Callable[[], Any]) -> None:
     for rank, (done, told) in enumerate(run_ranks(program, 2)):

@@ -143,7 +143,7 @@ def test_who_uses_what_others_write_is_refused(monkeypatch):
     assert not any(what.startswith("wrong") for what in said), said
 
 
-@pytest.mark.share(1)
+@pytest.mark.proof
 @pytest.mark.parametrize("name", PLANTS if PROOF else [n for n, (_, many) in PLANTS.items() if many <= 30])
 def test_planted_faults_are_found(name, monkeypatch):
     plant, many = PLANTS[name]

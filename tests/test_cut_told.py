@@ -50,6 +50,7 @@ def _on_two() -> tuple[list[str], str]:
     return [str(w.message) for w in caught], str(refused.value)
 
 
+@pytest.mark.proof
 def test_ranks_without_parameters_and_conversions() -> None:
     for told, refused in run_ranks(_on_two, 2, timeout=60.0):
         (said,) = [words for words in told if "have no parameter" in words]  # not of the one with a part on each

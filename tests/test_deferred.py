@@ -235,6 +235,7 @@ def rows_and_columns(mesh):
             assert torch.equal(oc.shard_tensor(deferred, mesh, placements).full_tensor(), one)
 
 
+@pytest.mark.proof
 @multirank(4)
 def test_rows_and_columns_are_written_in_parts():
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

@@ -54,7 +54,7 @@ def _fit(
     return [float(x) for x in losses], said, str(getattr(model.w0.weight, "placements", ""))
 
 
-@pytest.mark.share(2)
+@pytest.mark.proof
 @pytest.mark.parametrize("how", ["fit", "loader", "specs"])
 def test_the_plan_is_found_and_the_numbers_are_one_cards(how):
     wanted, plan, _ = _fit("full", how)

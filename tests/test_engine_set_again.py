@@ -69,6 +69,7 @@ def trained() -> list[float]:
     return losses
 
 
+@pytest.mark.proof
 def test_a_loss_and_a_norm_that_are_set_again_count_from_the_next_step_on() -> None:
     for losses in run_ranks(trained, 2):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain()))

@@ -45,6 +45,7 @@ def test_losses_counts_and_gradients_are_one_cards(ranks: int) -> None:
         } == {}
 
 
+@pytest.mark.proof
 def test_every_planted_fault_is_seen() -> None:
     whats = []
     for fault, layout in FAULTS.items():

@@ -177,12 +177,14 @@ def _cut(hook: bool) -> tuple[float, str]:
     return seconds, str([str(w.message) for w in caught])
 
 
+@pytest.mark.proof
 def test_an_error_of_one_rank_in_a_replay() -> None:
     (seconds, said), _ = run_ranks(_cut, 2, True, timeout=patience(60.0))
     assert "rank 1 has failed in step (call 3)" in said, said
     assert seconds < patience(5.0)
 
 
+@pytest.mark.proof
 def test_a_refusal_between_steps_is_told_to_who_waits_for_the_next() -> None:
     (seconds, said), _ = run_ranks(_cut, 2, False, timeout=patience(60.0))
     assert "to which rank 1 has not come since it failed. Rank 1 says:" in said and "its memory here" in said, said

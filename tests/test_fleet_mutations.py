@@ -161,7 +161,7 @@ def with_plant(name: str) -> None:
         program(*arguments)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bug_is_caught(name: str) -> None:
     with pytest.raises(RankError, match="AssertionError"):

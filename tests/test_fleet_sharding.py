@@ -123,6 +123,7 @@ def stages() -> None:
         compare_stages(mine, single, f"step {step}")
 
 
+@pytest.mark.proof
 def test_beside_stages() -> None:
     run_ranks(stages, 4)
 

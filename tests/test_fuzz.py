@@ -49,6 +49,7 @@ def test_random_programs_are_those_of_one_card():
     assert not failed, "\n\n".join(f"seed {p.seed}: {o.why}\n{runnable(p, o)}" for p, o in failed)
 
 
+@pytest.mark.proof
 def test_a_planted_fault_is_found_and_cut_down_to_its_line():
     plant = "a pending sum passes tanh"
     ((_, right),) = run_many([TANH])

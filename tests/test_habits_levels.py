@@ -178,5 +178,6 @@ PLACES = [
 ]
 
 
+@pytest.mark.proof
 def test_planted_faults_are_found() -> None:
     assert run_ranks(planted, 2) == [[], []]

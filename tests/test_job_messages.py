@@ -50,6 +50,7 @@ def test_messages_of_layers_beside_products() -> None:
     assert nothing_hides.seconds == pytest.approx(waited.seconds, rel=0.01)
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_block_keeps_the_same_whatever_runs_beside(compiled: bool) -> None:

@@ -108,7 +108,7 @@ def real_step(dp: int, tp: int, zero: int, rows: int) -> oc.Recording:
         return oc.record(step)(*batch)
 
 
-@pytest.mark.share(1)
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("dp", "tp", "zero"),
     share([(1, 1, 0), (1, 2, 0), (4, 1, 0), (2, 2, 0), (2, 2, 1), (4, 1, 2), (2, 1, 3), (2, 2, 3)], 2),
@@ -149,6 +149,7 @@ def test_a_message_that_is_left_out_is_seen(monkeypatch):
     assert oc.price(sizes, plan, A100).ranks[0].sent.get("tp", 0) != whole(sizes, plan).cost(A100).sent["mp"]
 
 
+@pytest.mark.proof
 def test_recompute_that_is_not_counted_is_seen(monkeypatch):
     sizes = oc.Transformer(layers=4, hidden=128, heads=4, vocab=256, sequence=32)
     plan = oc.Plan(recompute="full")

@@ -182,6 +182,7 @@ def off(recordings: list[oc.Recording], machine: oc.Machine) -> float:
     return max(abs(a / b - 1) for a, b in calibrate.priced(recordings, machine))
 
 
+@pytest.mark.proof
 def test_five_layers_take_what_was_published(layers: list[oc.Recording]) -> None:
     assert off(layers, A100) < 0.01
 

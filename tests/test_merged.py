@@ -197,7 +197,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @multirank(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_to_a_merged_dim(name: str) -> None:

@@ -140,6 +140,7 @@ def planted(what: Mixture, name: str) -> dict[str, Any]:
         setattr(place, attribute, right)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", share(PLANTS, 2))
 def test_a_planted_fault_is_seen(name: str) -> None:
     assert wrong(PLANTS[name][3], planted, name)

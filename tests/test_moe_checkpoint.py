@@ -66,6 +66,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("way", share(WAYS, 1), ids=str)
 def test_experts_are_found_on_other_ranks(way: Any, tmp_path: Path) -> None:
     kind, before, after = way

@@ -127,6 +127,7 @@ def with_faults(names, options, path):
     engine.run(names, options, path)
 
 
+@pytest.mark.proof
 def test_faults_are_seen():
     """The control: a wrong row, a rank that fails alone (the other waits) and one that dies; and the sweep goes on."""
     outcomes = operator_sweep.sweep(["cumsum", "sin", "tan", "exp"], FAULTY, with_faults)

@@ -9,7 +9,7 @@ from fuzz.stages import draw, several
 from onecard.testing import run_ranks
 
 
-@pytest.mark.share(1)
+@pytest.mark.proof
 @pytest.mark.parametrize(("ranks", "seeds"), [(2, range(amount(6, 20))), (4, range(100, amount(102, 108)))])
 def test_random_pipelines_are_one_card(ranks: int, seeds: range) -> None:
     run_ranks(several, ranks, [*seeds])

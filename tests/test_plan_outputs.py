@@ -212,6 +212,7 @@ def _kept(plan: oc.Plan) -> int:
     return counted.peak  # of what is alive behind forward
 
 
+@pytest.mark.proof
 def test_a_rank_keeps_less():
     for with_it, without in zip(run_ranks(_kept, 2, PLAN), run_ranks(_kept, 2, replace(PLAN, outputs=())), strict=True):
         assert with_it < without - 3 * 4 * 256 * 64 * 4  # half of two activations between layers, of three blocks

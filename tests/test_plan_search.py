@@ -38,6 +38,7 @@ def subjects() -> list[PlanSubject]:
     return subjects_of(len(SIZES) if PROOF else 1)
 
 
+@pytest.mark.proof
 def test_few_microbatches_say_what_many_take_at_least(subjects):
     """Of pipelines with more than six for each stage, under every schedule: no more than the price, and near it."""
     search = Search(Space(subjects[0], 2, A100, {"pp": 2}), A100, 0)
@@ -288,6 +289,7 @@ class Named(nn.Module):
         return {"loss": nn.functional.mse_loss(self.net(inputs), labels)}
 
 
+@pytest.mark.proof
 def test_batches_as_loaders_give_them():
     x = torch.zeros(8, 64)
     plans = [
@@ -352,6 +354,7 @@ def test_a_placement_that_is_changed_afterwards_is_seen():
     assert oc.price(model, changed, A100, batch=batch, loss=loss).seconds > 1.05 * found.cost.seconds
 
 
+@pytest.mark.proof
 def test_on_a_measured_cpu_messages_do_not_run_beside_computation():
     """As ranks apply it there: gradients are summed once all are made, so that all of them are there at once."""
     cpu = Machine(curves={"all_reduce": ((1.0, 1e-6), (2.0**30, 1.0))})
@@ -371,6 +374,7 @@ def test_hosts_are_those_of_the_plan():
     assert on_hosts(A100, 4).per_host == 4 and on_hosts(A100, A100.per_host) is A100
 
 
+@pytest.mark.proof
 def test_what_python_does_for_a_divided_parameter_is_priced():
     """Many small parameters on a machine that is slow: their states are divided only where Python's part is left out."""
     other = {"unknown": ((1.0, 1.0),)}  # so that both are measured machines

@@ -244,6 +244,7 @@ def test_as_on_one_card(ranks):
         assert {name: error for name, error in errors.items() if error > CLOSE} == {}
 
 
+@pytest.mark.proof
 def test_a_wrong_mean_is_seen():
     for errors in run_ranks(_worst, 2, {"microbatches": TWO["microbatches"]}, True):
         assert errors["microbatches"] > CLOSE

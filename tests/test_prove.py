@@ -239,6 +239,7 @@ def by_stage(fault=""):
     return total
 
 
+@pytest.mark.proof
 def test_stages_stand_for_values_of_their_own():
     proof = oc.prove(by_stage, world=2)
     assert proof and proof.share > 0.8, str(proof)
@@ -315,6 +316,7 @@ def test_gradients_that_are_summed_wrongly_are_named(fault, what, why):
     assert why in str(proof)
 
 
+@pytest.mark.proof
 def test_the_rank_with_old_parameters_is_named():
     proof = oc.prove(data_parallel, "stale", world=2)
     assert not proof and proof.first is not None

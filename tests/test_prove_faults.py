@@ -94,7 +94,7 @@ def _ahead_of_a_norm(normed):
         optimizer.zero_grad()
 
 
-@pytest.mark.share(1)
+@pytest.mark.proof
 @pytest.mark.parametrize(("fault", "operator", "why"), [
     ("no sum of x's gradient", "mm", "their sum is missing"), ("the gradient of a sum is doubled", "mul", ""),
     ("data: copies count", "_foreach_norm", "a norm in which each of ranks [0, 1] counts the same"),

@@ -55,6 +55,7 @@ def sent(recording: Any, axis: int = 0) -> Any:
     return next(n for n in recording.nodes("forward") if n.target is again.message and n.args[4].axis == axis)
 
 
+@pytest.mark.proof
 def test_recordings_without_data_do(one):
     assert oc.prove(on_ranks(programs.marked, 2, fake=True), against=one, args=batch(), rounding=False)
 

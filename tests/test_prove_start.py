@@ -76,6 +76,7 @@ def continued(folder: Path) -> list[float]:
     return trained(model, optimizer, None, seed=7)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("zero", share([3, 2, 1, 0], 1))
 def test_a_proof_goes_on_where_a_job_was(folder, zero):
     proof = oc.prove(partial(train, zero, seed=7), world=2, start=folder, rounding=False)

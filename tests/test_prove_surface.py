@@ -56,6 +56,7 @@ def test_a_program_for_one_card_is_itself_under_a_plan(plan):
     assert len(proof.results) >= 16
 
 
+@pytest.mark.proof
 def test_what_a_plan_breaks_is_named(tmp_path):
     oc.Plan(dp=2).save(tmp_path / "plan.json")
     proof = oc.prove(plain, 1.01, plan=tmp_path / "plan.json", rounding=False)
@@ -232,6 +233,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.proof
 def test_the_command_under_a_plan(tmp_path, capsys):
     script, plan = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(SCRIPT)

@@ -190,7 +190,7 @@ class Dropper(nn.Module):
         return F.dropout1d(F.dropout(x, 0.3) * noise, 0.3) * torch.randn_like(x)
 
 
-@pytest.mark.share(1)
+@pytest.mark.proof
 @multirank(4)
 @pytest.mark.parametrize("how", [True, False])
 def test_checkpoint_draws_the_same_bits_again(how):
@@ -311,7 +311,7 @@ def test_ranks_that_disagree_are_told(program, message):
     assert DispatchError.__name__ in str(caught.value)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(1)
 @multirank(4)
 @pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "fused"])
 def test_dropout_in_fused_attention(name):

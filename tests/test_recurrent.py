@@ -83,6 +83,7 @@ def test_dropout_between_layers_and_cut_weights():
     assert layer.weight_hh_l1.grad.placements == (oc.Shard(0),)
 
 
+@pytest.mark.proof
 @multirank(2)
 def test_packed_sequences_train_as_on_one_card():
     """Forward and backward, with dropout between layers; lengths plain and distributed."""

@@ -140,6 +140,7 @@ def test_to_and_from_dtensor_share_memory():
     assert back.mesh is mesh and back.to_local().data_ptr() == x.to_local().data_ptr()
 
 
+@pytest.mark.proof
 @multirank(4)
 def test_dtensor_takes_every_ascending_layout_exactly_and_no_other():
     """torch joins parts by the ranks of its groups, which ascend: what it would join otherwise is refused."""

@@ -197,6 +197,7 @@ def everything(count: int) -> list[Counter[str]]:
     return [drawn, used]
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize(("backend", "count"), [(None, amount(30, 60)), ("gloo", amount(5, 15))])
 def test_a_started_reshard_is_one_that_waits(backend, count):

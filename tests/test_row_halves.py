@@ -152,7 +152,7 @@ def test_messages_travel_beside_the_shared_expert(program: str, layer: str) -> N
             assert any(beside in names for called, names in apart if called == function), (function, beside, apart)
 
 
-@pytest.mark.share(2)
+@pytest.mark.proof
 @pytest.mark.parametrize(("program", "layer", "name"), [
     ("dropped", "grouped", "ep=2"), ("written", "added", "ep=2"), ("ahead", "added", "ep in dp"),
     ("behind", "grouped", "ep beside tp"),
@@ -178,6 +178,7 @@ def test_small_messages_are_sent_at_once_and_cost_more() -> None:
         assert max(found) <= 1e-5 and apart == [] and less < seconds
 
 
+@pytest.mark.proof
 def test_all_ranks_send_alike() -> None:
     """Also where the step was recorded with a batch of which one rank sends all and another nothing."""
     (found, apart, _), (_, other, _) = run_ranks(

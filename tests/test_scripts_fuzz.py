@@ -45,6 +45,7 @@ def _half_heard(seeds: list[int], plan: dict[str, Any]) -> dict[int, str]:
     return said(seeds, "auto", plan)
 
 
+@pytest.mark.proof
 def test_a_fault_is_found():
     seeds, plan = [3, 5, 6], {"dp": 2, "zero": 3}
     one, found = run_ranks(said, 1, seeds)[0], run_ranks(_half_heard, 2, seeds, plan)[0]

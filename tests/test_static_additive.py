@@ -190,7 +190,7 @@ def test_sums_and_means_are_one_cards(name: str, k: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", NEITHER)
 def test_what_is_neither_is_refused(name: str) -> None:
     loss, operator = NEITHER[name]

@@ -97,7 +97,7 @@ def close(found: list[float], asks: str) -> None:
 ASKED = ("argument", "buffer", "hidden", "count", "mask")
 
 
-@pytest.mark.share(1)
+@pytest.mark.proof
 @pytest.mark.parametrize("asks", ASKED)
 @pytest.mark.filterwarnings("ignore:step is recorded anew")
 def test_microbatches_go_the_way_of_the_whole_batch(asks):

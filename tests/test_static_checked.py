@@ -467,6 +467,7 @@ def _replaced(options: Any) -> list[float]:
     return [run(torch.linspace(-1, 1, 32).view(8, 4)).item() for _ in range(10)]
 
 
+@pytest.mark.proof
 def test_states_that_an_optimizer_replaces_are_read_anew() -> None:
     """Each replay reads what the one before has put there; nothing is told, as all is repeated."""
     wanted = _replaced(None)

@@ -96,6 +96,7 @@ def test_a_pretended_rank_records_what_a_real_one_does() -> None:
             assert {n[1][2] for n in found if isinstance(n[1], list)} == {"dp", "tp"}
 
 
+@pytest.mark.proof
 def test_64_ranks() -> None:
     """Each has its own part; messages are those of its place."""
     costs = {rank: pretended(64, rank, lambda: recorded(grid(8, 8))).cost() for rank in (17, 63)}

@@ -26,7 +26,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: oc.unshard(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.share(1)
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["tp", "dp", "plain dp"])
 @multirank(2)
 def test_clip_grad_norm(kind: str) -> None:
@@ -110,7 +110,7 @@ def scaled_run(
     return history
 
 
-@pytest.mark.share(1)
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["tp", "dp", "plain dp"])
 @multirank(2)
 def test_grad_scaler(kind: str) -> None:

@@ -313,7 +313,7 @@ RIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", [*REFUSED, *RIGHT])
 def test_memory_that_is_written_in_part(name: str) -> None:
     """Who writes into some rows of what was the same for all has told them apart."""

@@ -127,6 +127,7 @@ def all_without_a_fault() -> list[bool]:
     return [planted(None, stage, overlap) for stage in STAGES for overlap in (False, True)]
 
 
+@pytest.mark.proof
 def test_planted_faults_are_seen():
     assert run_ranks(all_without_a_fault, 2) == [[False] * 6] * 2
     for fault, stage in ((sent_twice, 1), (sent_twice, 2), (averaged_twice, 3), (kept_is_lost, 2), (last_use_only, 2)):

@@ -183,6 +183,7 @@ def checkpointed() -> None:
             assert_close(on, alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.proof
 def test_hooks_asked_gradients_faults_and_checkpoints():
     run_ranks(many, 2)
 

@@ -93,7 +93,7 @@ PLANTS: dict[Callable[[], None], tuple[str, ...]] = {
 }
 
 
-@pytest.mark.share(1)
+@pytest.mark.proof
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda p: p.__name__)
 def test_planted_faults_are_found(plant: Callable[[], None]) -> None:
     chosen = [s for s in range(100) if (how := draw(s).how)["ranks"] == 2 and how["stage"] in PLANTS[plant]][:6]
