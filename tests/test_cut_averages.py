@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 import onecard as oc
-from onecard.errors import CommunicationError
-from onecard.testing import run_ranks
+from onecard.testing import RankError, run_ranks
 
 Weights = dict[str, Tensor]
 
@@ -88,6 +87,7 @@ def _on_ranks(plan: oc.Plan, path: str) -> None:
     oc.checkpoint.save({"averages": _averaged(plan)}, path)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 1}], ids=str)
 def test_averages_between_the_steps_of_a_pipeline(axes: dict[str, int], tmp_path: Path) -> None:
     want = _averaged(None)
@@ -125,5 +125,5 @@ def _apart() -> None:
 
 
 def test_averages_that_differ_between_ranks_of_one_stage_are_told():
-    with pytest.raises(CommunicationError, match="counts as Replicate, but it differs between ranks"):
+    with pytest.raises(RankError, match="counts as Replicate, but it differs between ranks"):
         run_ranks(_apart, 4)
