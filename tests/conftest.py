@@ -42,15 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     if not amounts.PROOF:
-        return (
-            "amounts: a share of tests, programs and cells, with fixed seeds; `make proof` has all, the deselected too"
-        )
+        tests = "all tests, a share" if amounts.ALL else "a share of tests,"
+        return f"amounts: {tests} of programs and cells, with fixed seeds; `make proof` has all, the deselected too"
     return f"amounts: all, for src {amounts.tree()}; ONECARD_SEEDS={amounts.base()} has these seeds again"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves what is marked ``proof`` to a proof; and of the cells of a test that is marked ``share(n)`` all but n."""
-    if amounts.PROOF:
+    if amounts.ALL:
         return
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:

@@ -1,8 +1,9 @@
 """Which tests, and how many cells of each, come through the blocks of src at the fewest CPU seconds: what ``make test`` keeps.
 
-``python tests/covering.py REACH CPU_LOG SECONDS`` reads what ``tests/reach.py`` noted in the folder REACH and the seconds that
-the same run left in CPU_LOG (ONECARD_CPU_LOG), of a run that had all tests, and prints a line for each test that is not kept
-whole: how many cells, of how many (``@pytest.mark.share(n)``; 0: ``@pytest.mark.proof``), its seconds, its name.
+``python tests/covering.py REACH CPU_LOG SECONDS`` reads what ``tests/reach.py`` noted in the folder REACH, and the seconds that
+the same run left in CPU_LOG (``ONECARD_ALL=1 ONECARD_CPU_LOG=CPU_LOG python tests/reach.py REACH -n 2``). It prints a line for
+each test that is not kept whole: how many cells of how many (``@pytest.mark.share(n)``; 0: ``@pytest.mark.proof``), the seconds
+of all, its name.
 
 Whole are tests that are cheap, the pages and the docstrings, structure and words. Of the others those cells come first that
 reach most new blocks in a second, as long as these are ``WORTH``; then one cell of each test with a planted fault, then one of
@@ -11,6 +12,7 @@ each other test, the cheapest first. (PYTEST_DONT_REWRITE)
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -100,7 +102,8 @@ def _seconds(log: Path) -> Iterator[tuple[str, float]]:
 
 def _collected() -> list[str]:
     asked = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
-    listed = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    environment = {**os.environ, "ONECARD_ALL": "1"}
+    listed = subprocess.run(asked, capture_output=True, text=True, check=False, env=environment).stdout
     return [line for line in listed.splitlines() if "::" in line]
 
 
