@@ -54,7 +54,7 @@ def spaces(count: int, subjects: Sequence[PlanSubject]) -> Iterator[tuple[PlanSu
 
 def limit_of(costs: Sequence[JobCost], at: float) -> int:
     """A limit of memory under which some of the plans fit."""
-    peaks = sorted(cost.peak for cost in costs)
+    peaks = sorted(cost.needs for cost in costs)
     return peaks[int(at * (len(peaks) - 1))]
 
 
@@ -84,12 +84,12 @@ def compared(number: int, subject: PlanSubject, world: int, machine: Machine, fi
     costs = list(search(0).everything())
     if not costs:
         return None
-    limit, least = limit_of(costs, (number % 5) / 5), min(cost.peak for cost in costs)
-    best = min(cost.seconds for cost in costs if cost.peak <= limit)
+    limit, least = limit_of(costs, (number % 5) / 5), min(cost.needs for cost in costs)
+    best = min(cost.seconds for cost in costs if cost.needs <= limit)
     found = search(limit).run().priced
     taken = in_order(found)[0]
-    assert taken.peak <= limit
-    peaks = [search(0, "memory", quick).run().priced[0].peak / least for quick in (False, True)]
+    assert taken.needs <= limit
+    peaks = [search(0, "memory", quick).run().priced[0].needs / least for quick in (False, True)]
     return Compared(len(costs), len(found), taken.seconds / best, *peaks)
 
 

@@ -147,7 +147,7 @@ def _refused(name: str, folder: Path) -> None:
     exec(compile(program.read_text(), str(program), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_kept_is_said_with_its_line(tmp_path, name):
     text, words = REFUSED[name]

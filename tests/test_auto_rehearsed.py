@@ -141,7 +141,7 @@ assert [*net.state_dict()][0] == "_orig_mod.0.weight"
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_plan_is_found(tmp_path: Path, name: str) -> None:
     (script := tmp_path / "program.py").write_text(BEGIN + PROGRAMS[name])
@@ -204,7 +204,7 @@ def _whole_module(zero: int) -> tuple[bytes, bytes, float]:
     return file.getvalue(), pickle.dumps(copy.deepcopy(net)), net(torch.ones(3, 4)).sum().item()
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_whole_module_is_one_cards(zero):
     """It runs where there is one process, and no onecard: what divides batches or gathers parameters stays behind."""

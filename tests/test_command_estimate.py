@@ -215,7 +215,7 @@ def in_a_process(tmp_path, script, world, *arguments):
     return json.loads(done.stdout)
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", share(SEEDS, 2))
 def test_seeds(tmp_path, name):
     world, arguments = SEEDS[name]

@@ -314,7 +314,6 @@ def test_convert_there_and_back(tmp_path, monkeypatch):
 # -- completion --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.proof
 def test_bash_completes_commands_options_and_files(tmp_path):
     status, script, _ = called("completion", "bash")
     assert status == 0

@@ -73,7 +73,6 @@ def test_a_block_that_writes_to_its_parameter() -> None:
         assert not any("nothing is divided" in said for said in told)
 
 
-@pytest.mark.proof
 def test_one_that_its_backward_reads() -> None:
     for _, found, _ in run_ranks(_beside, 4, True, 1, timeout=60.0):
         assert "writes in a microbatch's forward to what the backward of an earlier one reads" in found

@@ -56,7 +56,6 @@ def classifier_of_001(ways: list[dict[str, Any]]) -> list[list[float]]:
     return [program.train_model(program.Args(**way, epochs=3, batch_size=12), data)[0] for way in ways]
 
 
-@pytest.mark.proof
 def test_the_classifier_of_seed_001() -> None:
     plain, margin = classifier_of_001([WAYS[0], WAYS[3]])
     assert len(set(plain)) == 12 and plain != margin

@@ -332,7 +332,6 @@ def _summed(values: list[float]) -> list[float]:
     return total.tolist()
 
 
-@pytest.mark.proof
 def test_measured_memory_is_the_predicted_one_and_1f1b_saves_the_seeds_part() -> None:
     """Seed 003 reports 37.5 % saved; here 4 ranks and 8 microbatches."""
     modes = ["F-then-B", "1F1B", "VPP", "Eager1F1B", "BFS"]

@@ -97,7 +97,7 @@ def large_messages() -> None:
     assert oc.unshard(loss).item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("backend", [None, "gloo"])
 def test_large_messages_by_marks_do_not_wait_in_a_circle(backend: str | None) -> None:
     run_ranks(large_messages, 2, backend=backend)

@@ -308,7 +308,6 @@ def test_pipelines_of_layers() -> None:
     )
 
 
-@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_stages_by_marks(size: int) -> None:

@@ -233,7 +233,6 @@ for _ in range(3):
 """
 
 
-@pytest.mark.proof
 def test_the_command_under_a_plan(tmp_path, capsys):
     script, plan = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(SCRIPT)

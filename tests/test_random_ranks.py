@@ -68,7 +68,6 @@ def test_operators_on_real_ranks(ranks):
     run_ranks(compare, ranks, ranks, amount(15, 200))
 
 
-@pytest.mark.proof
 @multirank(4)
 def test_every_operator_after_a_change_of_mesh():
     warnings.simplefilter("ignore", oc.GatheredOperatorWarning)
@@ -311,7 +310,7 @@ def test_ranks_that_disagree_are_told(program, message):
     assert DispatchError.__name__ in str(caught.value)
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(3)
 @multirank(4)
 @pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "fused"])
 def test_dropout_in_fused_attention(name):

@@ -142,7 +142,7 @@ def mixture(back: str) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDE, WIDE), Experts(back))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("back", ["argsort", "token", "choice", "index_add", "copy", "put", "histc", "scatter"])
 def test_experts(back: str) -> None:
     with warnings.catch_warnings():

@@ -78,7 +78,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return all(found[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-7) for name in wanted)
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("how", ["fleet", "a plan", "a planned step", "a plan, recorded"])
 def test_buffers_are_written_once(how):
     wanted = trained("")

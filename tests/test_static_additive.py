@@ -178,7 +178,7 @@ ONE_ROW = ("mean", "sum by a number", "mean by hand", "mean of each", "sum from 
 CASES = [*((name, 2) for name in RIGHT), *((name, ROWS) for name in ONE_ROW)]
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(12)
 @pytest.mark.parametrize(("name", "k"), CASES)
 def test_sums_and_means_are_one_cards(name: str, k: int) -> None:
     losses, weights = trained(RIGHT[name], lambda step: step)

@@ -513,7 +513,6 @@ def distance(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
     ]
 
 
-@pytest.mark.proof
 def test_on_ranks() -> None:
     """Rows of a tensor that is cut met those of one that is not: each microbatch had labels of other rows."""
     found = run_ranks(on_ranks, 2)

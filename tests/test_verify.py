@@ -35,7 +35,6 @@ def calls():
 # ---- the table
 
 
-@pytest.mark.proof
 def test_no_row_is_wrong_on_two_ranks(calls):
     report = verify_calls([c for _, same in by_name(calls).items() for c in share(same, 3)], [(2,)])
     assert not report.wrong, "\n".join(map(str, report.wrong[:10]))

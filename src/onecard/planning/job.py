@@ -33,7 +33,7 @@ class PieceCost:
         tensors: elements of each of its parameters on this rank that gets a gradient; gradients: bytes of those, as it makes
             them; frozen: elements of the other parameters; pending: bytes sent to sum its gradients along
             other axes than dp, once in a step; expert_tensors: those of its tensors that are experts, of which other ranks
-            along ep have others.
+            along ep have others; batch: bytes of the step's arguments.
     """
 
     name: str
@@ -54,6 +54,7 @@ class PieceCost:
     frozen: int = 0
     pending: Mapping[str, int] = field(default_factory=dict)
     expert_tensors: tuple[int, ...] = ()
+    batch: int = 0
 
     @property
     def parameters(self) -> int:
@@ -83,6 +84,7 @@ class RankCost:
         memory: bytes at its peak by what they are: "parameters", "gradients", "states", "activations", "buffers", "transient".
         over_time: (seconds, bytes) in a step.
         macs: multiply-adds of a step.
+        update: bytes while torch's optimizer runs as it is, in a step that is not recorded; 0 where steps are recorded.
     """
 
     name: str
@@ -93,6 +95,7 @@ class RankCost:
     memory: Mapping[str, int]
     over_time: tuple[tuple[float, int], ...]
     macs: int
+    update: int = 0
 
     @property
     def peak(self) -> int:
@@ -153,6 +156,12 @@ class JobCost:
     def peak(self) -> int:
         """Most bytes at once on any rank."""
         return max(rank.peak for rank in self.ranks)
+
+    @property
+    def needs(self) -> int:
+        """Bytes of a rank that the plan can do with however it is applied: in place, as ``oc.parallelize`` and ``run --auto``
+        do where there are no stages and no microbatches, torch's optimizer has temporaries that a recorded step has not."""
+        return max(max(rank.peak, rank.update) for rank in self.ranks)
 
     @property
     def fits(self) -> bool:

@@ -29,6 +29,9 @@ class RankMemory:
     Attributes:
         at_peak: by what they are.
         over_time: (seconds, bytes).
+        update: while torch's optimizer updates one parameter after the other, all gradients beside it, as it does where a plan
+            is laid out in place. A recorded step takes less: what it computes for a parameter is gone before the next. 0 where
+            there are stages or microbatches, whose steps are recorded.
     """
 
     def __init__(self, stages: dict[int, StageCost], spans: Sequence[Span], state: TrainingState, last: int) -> None:
@@ -49,6 +52,22 @@ class RankMemory:
         self.at_peak: dict[str, int] = {}
         self.over_time: list[tuple[float, int]] = []
         self._walk(spans)
+        self.update = 0
+        if state.plan.pp == 1 and state.plan.microbatches == 1:
+            own = self._always["parameters"] + self._always["states"] + state.gradients(elements, experts)
+            pieces = [piece for stage in stages.values() for piece, count in stage.runs for _ in range(min(count, 2))]
+            batch = sum(piece.batch for piece in pieces) * state.plan.dp  # who calls has all of it
+            self.update = own + batch + self._temporaries(pieces)
+
+    def _temporaries(self, pieces: Iterable[PieceCost]) -> int:
+        """Bytes that AdamW computes beside: a root and the same divided, and what the parameter before has left."""
+        most = before = 0
+        for piece in pieces:
+            experts = {*piece.expert_tensors}
+            for n in piece.tensors:
+                now = self._state.updated(n, n if n in experts else 0)
+                most, before = max(most, 2 * now + before), now
+        return most * size(self._state.plan.states)
 
     def _buffers(self, stages: dict[int, StageCost], last: int) -> int:
         """Parameters that are gathered, gradients that are on their way, what comes from other stages."""

@@ -206,8 +206,12 @@ class Pieces:
             self.names[i], self.alike[i], spent.forward, spent.backward_input, spent.backward_weight, dict(spent.messages),
             dict(spent.sent), spent.macs + spent.macs_back, again, memory.kept[i], memory.peak[i] - memory.kept[i],
             memory.first[i] - memory.kept[i], memory.output[i], tuple(self.tensors(i)), memory.gradients[i],
-            self.frozen(i), self.pending(i), tuple(self.tensors(i, experts=True)),
+            self.frozen(i), self.pending(i), tuple(self.tensors(i, experts=True)), 0 if i else self._batch(),
         )  # fmt: skip
+
+    def _batch(self) -> int:
+        """Bytes of the step's arguments."""
+        return sum(size_of(node) for node, known in self._inputs() if known.kind == "argument")
 
     def tensors(self, i: int, experts: bool = False) -> Iterator[int]:
         """Elements of each parameter of a piece on this rank; ``experts``: of those alone."""

@@ -157,7 +157,7 @@ def _job(
     for rank in ranks:
         memory = RankMemory(rank.stages, rank.spans, rank.state, plan.pp * plan.virtual - 1)
         terms = rank.terms(seconds, 0.0, messages)
-        found.append(rank.cost(f"pp {rank.place}", alike, terms, memory.at_peak, memory.over_time))
+        found.append(rank.cost(f"pp {rank.place}", alike, terms, memory))
     macs = sum(alike * rank.macs()[0] for rank in ranks)
     again = sum(alike * rank.macs()[1] for rank in ranks)
     longest = max(found, key=lambda rank: rank.terms["compute"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from onecard.pipeline.schedule.timing import Span
 from onecard.planning.job import PieceCost, RankCost
+from onecard.planning.memory import RankMemory
 from onecard.planning.stages import StageCost, makes_gradients
 from onecard.planning.state import TrainingState
 
@@ -208,11 +209,12 @@ class RankTime:
         runs = list(self._runs())
         return often * sum(n * p.macs for p, n in runs), often * sum(n * p.again for p, n in runs)
 
-    def cost(
-        self, name: str, ranks: int, terms: dict[str, float], memory: dict[str, int], curve: list[tuple[float, int]]
-    ) -> RankCost:
+    def cost(self, name: str, ranks: int, terms: dict[str, float], memory: RankMemory) -> RankCost:
         """All of it as a value."""
         counts: Counter[str] = Counter()
         for piece, count in self._runs():
             counts[piece.name] += count
-        return RankCost(name, ranks, tuple(counts.items()), terms, self.sent(), memory, tuple(curve), self.macs()[0])
+        return RankCost(
+            name, ranks, tuple(counts.items()), terms, self.sent(), memory.at_peak, tuple(memory.over_time), self.macs()[0],
+            memory.update,
+        )  # fmt: skip

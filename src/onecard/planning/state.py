@@ -89,6 +89,10 @@ class TrainingState:
         own = 2 * size(self.plan.states) + (4 if self.plan.master else 0)
         return 0 if self.plan.offload else self._part(elements, 1, experts) * own
 
+    def updated(self, elements: int, experts: int = 0) -> int:
+        """How many elements of so many a rank updates."""
+        return self._part(elements, 1, experts)
+
     def gathered(self, elements: int, experts: int = 0) -> int:
         """Bytes of parameters that are there only while a piece runs (ZeRO-3)."""
         if self.plan.zero < 3 or self.shards == 1:

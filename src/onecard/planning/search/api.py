@@ -155,7 +155,7 @@ def in_order(priced: Sequence[JobCost], objective: str = "time") -> list[JobCost
     """The best first: of those that are alike, what divides least."""
 
     def of(cost: JobCost) -> float:
-        return cost.seconds if objective == "time" else float(cost.peak)
+        return cost.seconds if objective == "time" else float(cost.needs)
 
     least = min(map(of, priced))
     near = sorted((c for c in priced if of(c) <= least * (1 + ALIKE)), key=lambda c: (_divides(c.plan), of(c)))
@@ -238,5 +238,5 @@ def _nothing(
         return PlanError(f"plan: nothing can run on {world} ranks with {dict(fixed) or 'these rows'}: {why}")
     return NothingFits(
         f"nothing fits into {bytes_in_words(limit)} on {world} rank(s): {in_words(cost.plan)} takes least, "
-        f"{bytes_in_words(cost.peak)} ({largest(cost)}). More ranks, fewer rows, or fixed={{'offload': True}}"
+        f"{bytes_in_words(cost.needs)} ({largest(cost)}). More ranks, fewer rows, or fixed={{'offload': True}}"
     )

@@ -102,7 +102,7 @@ class Search:
                 for plan in list(self.members(group)):
                     with suppress(PlanError, ScheduleError):
                         cost = self.cost(group, plan)
-                        if self._fits(cost.peak):
+                        if self._fits(cost.needs):
                             yield cost
 
     def _all(self, group: Plan) -> Iterator[Plan]:
@@ -138,7 +138,7 @@ class Search:
                 continue
             with suppress(PlanError, ScheduleError):
                 cost = self.cost(group, plan)
-                if self._fits(cost.peak):
+                if self._fits(cost.needs):
                     found.priced.append(cost)
                     self._fitting.add(plan)
                     best = min(best, self._of(cost))
@@ -174,7 +174,7 @@ class Search:
         return _STEADY * (three.seconds + more * (plan.microbatches - 3 * plan.pp)), three.peak
 
     def _of(self, cost: JobCost) -> float:
-        return cost.seconds if self.objective == "time" else float(cost.peak)
+        return cost.seconds if self.objective == "time" else float(cost.needs)
 
     def _fits(self, nbytes: int) -> bool:
         return not self.limit or nbytes <= self.limit

@@ -129,7 +129,7 @@ def chosen(cost: JobCost, limit: int, looked: int, second: JobCost | None, objec
         f"{seconds / cost.seconds:.0%} {name}" for name, seconds in cost.terms.items() if seconds > 0.005 * cost.seconds
     ]
     why = f"{seconds_in_words(cost.seconds)} a step on {cost.machine.name or 'a machine by default'} ({', '.join(terms)}), "
-    why += f"{bytes_in_words(cost.peak)} on every rank{of}; "
+    why += f"{bytes_in_words(cost.needs)} on every rank{of}; "
     why += f"the {'fastest' if objective == 'time' else 'smallest'} of {looked:,}"
     if second is not None:
         why += f", the next way to divide the ranks is {more_in_words(second, cost)}"
@@ -138,17 +138,15 @@ def chosen(cost: JobCost, limit: int, looked: int, second: JobCost | None, objec
 
 def beside(cost: JobCost, best: JobCost, limit: int, fitting: JobCost | None = None, name: str = "") -> Choice:
     """A plan beside the best one; ``fitting``: what is near it and fits, if it does not."""
-    if limit and cost.peak > limit:
-        why = (
-            f"{bytes_in_words(cost.peak)} on every rank, {bytes_in_words(cost.peak - limit)} too much: {largest(cost)}"
-        )
+    if limit and cost.needs > limit:
+        why = f"{bytes_in_words(cost.needs)} on every rank, {bytes_in_words(cost.needs - limit)} too much: {largest(cost)}"
         if fitting is not None:
             changes = ", ".join(_changes(cost.plan, fitting.plan))
             why += f"; fits with {changes}, then {more_in_words(fitting, best)}"
         return Choice(cost.plan, cost, why, False, name)
     if cost.plan == best.plan:
         return Choice(cost.plan, cost, "it is the best one", True, name)
-    return Choice(cost.plan, cost, f"{more_in_words(cost, best, True)}, {bytes_in_words(cost.peak)}", True, name)
+    return Choice(cost.plan, cost, f"{more_in_words(cost, best, True)}, {bytes_in_words(cost.needs)}", True, name)
 
 
 def _changes(plan: Plan, other: Plan) -> list[str]:

@@ -32,6 +32,8 @@ def in_words(plan: Plan) -> str:
 
 def largest(cost: JobCost) -> str:
     """What takes most of the fullest rank's memory."""
+    if cost.needs > cost.peak:
+        return "parameters, their gradients and states, and what the optimizer computes for the largest one"
     memory = max(cost.ranks, key=lambda rank: rank.peak).memory
     name = max(memory, key=lambda name: memory[name])
     return f"{memory[name] / max(1, sum(memory.values())):.0%} of it {name}"
