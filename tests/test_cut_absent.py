@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from onecard.comm.issue.ranks import of_ranks
 from onecard.errors import StageError
 from onecard.fleet.gradients import hooks
 from onecard.tensor.staged import is_elsewhere, note_read, note_stage
-from onecard.testing import run_ranks
+from onecard.testing import RankError, run_ranks
 from onecard.train.absent import let_go
 
 HABITS: dict[str, Callable[[Any], Any]] = {
@@ -164,3 +165,65 @@ def test_what_a_loss_reads_and_nobody_writes_all_ranks_keep():
     assert last["plain"] == first["plain"] == plain["plain"]
     assert last["table"] == pytest.approx(plain["table"], rel=1e-5)
     assert "table" in first["table"] and "was given back" in first["table"]  # it would be an old one
+
+
+def _trained(habit: str) -> list[Any]:
+    """Steps that leave their gradients, and what the program does with them, with parameters and states between."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    average = [p.detach().clone() for p in model.parameters()]
+    x, y = torch.randn(8, 6), torch.rand(8, 6)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run, found = step, list[Any]()
+    if oc.get_world_size() > 1:
+        axes = {"dp": 2, "zero": 1} if oc.get_world_size() > 2 else {}
+        plan = oc.Plan(pp=2, microbatches=2, per_host=0, parameters="float32", compute="float32", **axes)
+        run = oc.to_static(step, plan=plan)
+    for _ in range(4):
+        found.append(run(x, y).item())
+        with torch.no_grad():
+            if habit == "norm":
+                found.append(nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item())
+            elif habit == "each":  # what each parameter has is its own affair
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.add_(p.grad, alpha=0.5)
+            elif habit == "lists":
+                ps = [*model.parameters()]
+                torch._foreach_lerp_(average, ps, 0.1)
+                torch._foreach_copy_(ps, average)
+            elif habit == "states":
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return [*found, {"model": model, "optimizer": optimizer}]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_that_a_step_leaves_are_absent_with_their_parameters(ranks: int):
+    """They were None: a norm was that of one stage, without a word."""
+    with pytest.raises(RankError, match=r"item of model\.\d\.0\.weight\.grad .* which stage \d of the pipeline has"):
+        run_ranks(_trained, ranks, "norm")
+
+
+def _saved(habit: str, path: str) -> list[float]:
+    *losses, state = _trained(habit)
+    oc.save_state_dict(state, path)
+    return losses
+
+
+@pytest.mark.parametrize("habit", ["each", "lists", "states"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_done_with_each_parameter_is_one_cards_and_saved(ranks: int, habit: str, tmp_path: Path):
+    *losses, state = _trained(habit)
+    for found in run_ranks(_saved, ranks, habit, str(tmp_path / "saved")):
+        assert found == pytest.approx(losses, rel=1e-5)
+    saved = oc.checkpoint.load(tmp_path / "saved")
+    for name, value in state["model"].state_dict().items():
+        torch.testing.assert_close(saved["model"][name], value, rtol=1e-4, atol=1e-5)

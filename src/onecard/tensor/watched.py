@@ -120,7 +120,7 @@ def written(operator: str, tensors: Sequence[Any], combines: bool) -> None:
         clock.mark(layout.mesh.process_ids, f"wrote to a pending sum {list(first.shape)} by {operator}")
     # A view is asked first: to know whether it is a leaf, torch takes it again, which fails for one just written to.
     elif combines and first.requires_grad and not first._is_view() and first.is_leaf:
-        site = _site_of(layout, operator, len(tensors), _number(first))
+        site = _site_of(layout, operator, len(tensors), _number(first), *own_stages.here)
         if site.tick():
             world.init()
             _compare_copies(site, operator, tensors)

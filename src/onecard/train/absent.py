@@ -176,7 +176,8 @@ def name_of(func: Any) -> str:
             name for name in ("grad", "data") if vars(Tensor).get(name) is owner
         )  # properties that patches put there
         return next(ours, "") or str(getattr(owner, "__name__", ""))  # from 3.13 on a property has a name, its getter's
-    return str(getattr(func, "__name__", func)).removesuffix(".default")
+    name = str(getattr(func, "__name__", func)).removesuffix(".default")
+    return "item" if name == "_local_scalar_dense" else name
 
 
 def in_words(x: Tensor) -> str:

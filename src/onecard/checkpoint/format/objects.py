@@ -247,7 +247,10 @@ def _portions(state: Any, entry: StateValue | None) -> Any:
     for key, value in state.items():
         if isinstance(value, Tensor):
             part = part_of(value) or (entry.part if is_like(entry.value, key, value) else None)
-            made[key] = Portion(value, part) if part is not None or entry.staged or is_staged(value) else value
+            said = (
+                entry.staged or is_staged(value) or is_staged(entry.value)
+            )  # a loaded state is a new tensor where it is here
+            made[key] = Portion(value, part) if part is not None or said else value
     return made
 
 

@@ -26,11 +26,14 @@ def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
         return replace(x, position=numbers[x.position]) if isinstance(x, Output) else x
 
     effects, staged = list[Effect](), [*_held(recording, weave, place)]
+    absent = {  # as their parameters lie, so that nothing that is done with both moves
+        x.where: replace(x, where=("gradient", x.where), here=False, name=f"{x.name}.grad") for x in staged
+    }
     for effect in recording.effects:
         if effect.output is None or effect.output.position in numbers:
             effects.append(replace(effect, output=moved(effect.output)))
-        elif effect.kind == "gradient":
-            effects.append(replace(effect, output=None))
+        elif effect.kind == "gradient":  # who reads it between steps is told, as of the parameter
+            effects.append(replace(effect, output=None, absent=absent.get(effect.where)))
         if effect.kind == "new state" and effect.output is not None:
             node = given_before[effect.output.position]
             here = effect.output.position in numbers

@@ -17,6 +17,7 @@ from onecard.static.guards.fits import Fits
 from onecard.static.guards.lines import checks
 from onecard.static.guards.seen import Seen
 from onecard.static.run.agreed import ReplayTurn
+from onecard.static.run.elsewhere import absent
 from onecard.static.run.rechecked import NEVER, Checks
 from onecard.static.step.step import ANEW, AnyStep, Effect, Output, Where
 
@@ -174,7 +175,8 @@ class _ReplayCode(Fits):
     def _effect(self, effect: Effect) -> list[Code]:
         place, output = self.place(effect.where), effect.output
         if effect.kind == "gradient":
-            left = self.code("{}.grad = {}", place, self.slot(None) if output is None else self._output(output))
+            none = None if effect.absent is None else absent(effect.absent)
+            left = self.code("{}.grad = {}", place, self.slot(none) if output is None else self._output(output))
             return [*self._flag(effect.where, place), left]
         assert output is not None
         if effect.kind == "place":

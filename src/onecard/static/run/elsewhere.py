@@ -112,6 +112,17 @@ def _there(known: Elsewhere, roots: Sequence[Any]) -> Tensor | None:
     return found
 
 
+def absent(known: Elsewhere) -> Tensor:
+    """A tensor in the place of one that only other ranks have."""
+    x = _empty(known)
+    local = x._local if isinstance(x, DistTensor) else x
+    if local.dim() and local.numel():
+        local.untyped_storage().resize_(0)
+    note_stage(x, False, known.stages)
+    let_go(local, known.stages, known.name)
+    return x
+
+
 def _empty(known: Elsewhere) -> Tensor:
     shape, stride, dtype, device = known.facts
     local = torch.empty_strided(shape, stride, dtype=dtype, device=device)

@@ -57,12 +57,13 @@ class Effect:
     """What the step leaves in the program: a gradient, a new state, another local part, a number of an optimizer.
 
     ``kind``: "gradient" (of ``where``; no ``output``: set to None), "place" (of a distributed tensor), "state", "new state" (the
-    optimizer had none), "group".
+    optimizer had none), "group". ``absent``: only other ranks of a pipeline have the gradient.
     """
 
     kind: str
     where: Where
     output: Output | None = None
+    absent: Elsewhere | None = None
 
 
 @dataclass(frozen=True, slots=True)
