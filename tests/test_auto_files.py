@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import io
 import os
 import random
 import shutil
 import sys
+import tarfile
 import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,6 +32,31 @@ NAMES = ["a", "b", "d", "d/x", "d/y", "e/z", "new"]
 def _text(path: Path, mode: str, text: str) -> None:
     with open(path, mode) as file:
         file.write(text)
+
+
+def _entry(entry: Any) -> tuple[Any, ...]:
+    size = entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else None
+    return entry.name, entry.is_dir(), entry.is_dir(follow_symlinks=False), entry.is_symlink(), size
+
+
+def _tar(path: Path, member: Path) -> list[str]:
+    with tarfile.open(path, "a" if path.exists() else "w") as file:
+        file.add(member, member.name, recursive=False, filter=lambda info: info.replace(mtime=0, deep=False))
+    with tarfile.open(path) as file:
+        return file.getnames()
+
+
+def _bz2(path: Path, text: str) -> str:
+    with bz2.open(path, "at") as file:
+        file.write(text)
+    with bz2.open(path, "rt") as file:
+        return file.read()
+
+
+def _raw(path: Path, text: str) -> tuple[Any, ...]:
+    with io.FileIO(path, "ab") as file, open(path, "rb") as other:
+        file.write(text.encode())
+        return os.path.getsize(path), isinstance(other.raw, io.FileIO), isinstance(file, io.FileIO)
 
 
 def _update(path: Path) -> str:
@@ -75,7 +103,11 @@ OPERATIONS: dict[str, Callable[[Path, Path, str], Any]] = {
     "replace": lambda a, b, t: os.replace(a, b),
     "copy": lambda a, b, t: str(shutil.copyfile(a, b))[-1:],
     "list": lambda a, b, t: sorted(os.listdir(a)),
-    "scan": lambda a, b, t: sorted((e.name, e.is_dir()) for e in os.scandir(a.parent)),
+    "scan": lambda a, b, t: sorted(map(_entry, os.scandir(a.parent))),
+    "copy tree": lambda a, b, t: len(os.listdir(shutil.copytree(a, b, symlinks=True, dirs_exist_ok=True))),
+    "tar": lambda a, b, t: _tar(a, b),
+    "bz2": lambda a, b, t: _bz2(a, t),
+    "raw": lambda a, b, t: _raw(a, t),
     "walk": lambda a, b, t: sorted((Path(f).name, sorted(d), sorted(n)) for f, d, n in os.walk(a.parent)),
     "glob": lambda a, b, t: sorted(p.name for p in a.parent.glob("*")),
     "copy all": lambda a, b, t: str(shutil.copy2(a, b))[-1:],
@@ -102,14 +134,14 @@ def _program(seed: int, folder: Path) -> list[str]:
         a, b = (folder / draw.choice(NAMES) for _ in range(2))
         try:
             found = repr(OPERATIONS[name](a, b, f"text {i} "))
-        except OSError as error:
+        except (OSError, EOFError, UnicodeError, tarfile.TarError, shutil.Error) as error:
             found = type(error).__name__
         said.append(f"{name} {a.relative_to(folder)} {b.relative_to(folder)}: {found}")
     return said
 
 
-def _disk(folder: Path) -> dict[str, str]:
-    return {str(p.relative_to(folder)): p.read_text() if p.is_file() else "" for p in sorted(folder.rglob("*"))}
+def _disk(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}
 
 
 @pytest.mark.share(6)

@@ -6,6 +6,7 @@ import builtins
 import io
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -32,6 +33,7 @@ def over(overlay: Overlay, stack: ExitStack) -> None:
     opened = calls.open(io.open)
     for module in (builtins, io):
         put(module, "open", lambda real: opened)
+    given.append((io, "FileIO", calls.file_io(io.FileIO)))
     put(os, "open", calls.os_open)
     for name in ("stat", "lstat", "access", "readlink", "statvfs", "pathconf", "listxattr", "getxattr"):
         if hasattr(os, name):
@@ -137,14 +139,33 @@ class _Calls:
         """``open``."""
 
         def open(file: Any, mode: str = "r", *rest: Any, **given: Any) -> Any:
-            if not any(letter in mode for letter in "wax+"):
-                return told(file, real, self.overlay.reading(file), mode, *rest, **given)
-            place = self.overlay.changing(file) if "x" in mode else self.overlay.writing(file, "w" not in mode)
-            made = told(file, real, place, mode, *rest, **given)
-            self.overlay.opened.add(made)
+            made = told(file, real, self._place(file, mode), mode, *rest, **given)
+            if _writes(mode):
+                self.overlay.opened.add(made)
             return made
 
         return open
+
+    def _place(self, file: Any, mode: str) -> Any:
+        if not _writes(mode):
+            return self.overlay.reading(file)
+        return self.overlay.changing(file) if "x" in mode else self.overlay.writing(file, "w" not in mode)
+
+    def file_io(self, real: type[io.FileIO]) -> type[io.FileIO]:
+        """``io.FileIO``, by itself; what ``open`` makes are such files, too."""
+        place, opened = self._place, self.overlay.opened
+
+        class Kind(type):
+            def __instancecheck__(cls, x: object) -> bool:
+                return isinstance(x, real)
+
+        class FileIO(real, metaclass=Kind):  # type: ignore[valid-type, misc]
+            def __init__(self, file: Any, mode: str = "r", *rest: Any, **given: Any) -> None:
+                told(file, super().__init__, place(file, mode), mode, *rest, **given)
+                if _writes(mode):
+                    opened.add(self)
+
+        return FileIO
 
     def os_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """``os.open``."""
@@ -257,6 +278,10 @@ class _Calls:
         return serialize_file
 
 
+def _writes(mode: str) -> bool:
+    return any(letter in mode for letter in "wax+")
+
+
 def told(path: Any, real: Callable[..., Any], *args: Any, **given: Any) -> Any:
     """A call; an error of it speaks of the program's path."""
     try:
@@ -267,13 +292,35 @@ def told(path: Any, real: Callable[..., Any], *args: Any, **given: Any) -> Any:
 
 
 class _Entry:
-    """An entry of a folder, under the program's path."""
+    """An entry of a folder, under the program's path. Links in this rank's copy of a folder stand for the disk's files."""
 
     def __init__(self, entry: Any, path: str) -> None:
         self._entry, self.name, self.path = entry, entry.name, path
+        self._links = entry.is_symlink()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._entry, name)
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """As ``os.DirEntry``'s; so are the others."""
+        if self._links:
+            return (os.stat if follow_symlinks else os.lstat)(self.path)
+        return self._entry.stat(follow_symlinks=follow_symlinks)
+
+    def is_symlink(self) -> bool:
+        return self._links and self._is(stat.S_ISLNK, False)
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return self._is(stat.S_ISDIR, follow_symlinks)
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return self._is(stat.S_ISREG, follow_symlinks)
+
+    def _is(self, kind: Callable[[int], bool], follow_symlinks: bool) -> bool:
+        try:
+            return kind(self.stat(follow_symlinks=follow_symlinks).st_mode)
+        except FileNotFoundError:
+            return False
 
     def __fspath__(self) -> str:
         return self.path

@@ -13,6 +13,10 @@ Instead = tuple[Any, str, Any]
 """A module or class, a name in it, and what takes its place."""
 
 
+_TAKE_OPEN = ("bz2", "tarfile")
+"""Python's own modules that took ``open`` by name."""
+
+
 def put(stack: ExitStack, given: Iterable[Instead]) -> None:
     """Each in its place until the stack closes. What a holder does not have stays so."""
     there = [(holder, name, instead) for holder, name, instead in given if hasattr(holder, name)]
@@ -38,7 +42,8 @@ def _others() -> Iterator[dict[str, Any]]:
     """The names of each loaded module that is the program's, or a library's that it uses."""
     for name, module in list(sys.modules.items()):
         top = name.partition(".")[0]
-        if top not in sys.stdlib_module_names and top not in ("onecard", "_onecard_launcher", "torch"):
+        python = top in sys.stdlib_module_names and name not in _TAKE_OPEN
+        if not python and top not in ("onecard", "_onecard_launcher", "torch"):
             found = getattr(module, "__dict__", None)
             if isinstance(module, ModuleType) and isinstance(found, dict):
                 yield found

@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import ModuleType, TracebackType
 
 PR_SET_PDEATHSIG = 1
-_open = open  # the disk's: what a program opens under `--auto` may lie elsewhere
+_disk = (open,)  # what a program opens under `--auto` may lie elsewhere, also by names of this module
 
 
 def main() -> None:
@@ -117,7 +117,7 @@ class _Recorder:
     def write(self, text: str, code: int = 1, message: str = "") -> None:
         """``message``: the error's own words, without the notes that a traceback ends with."""
         note = {"time": time.monotonic(), "text": text, "message": message, "code": code & 0xFF or 1}
-        with _open(self._path, "w") as file:
+        with _disk[0](self._path, "w") as file:
             json.dump(note, file)
 
 
