@@ -205,6 +205,7 @@ def _trained(habit: str) -> list[Any]:
     return [*found, {"model": model, "optimizer": optimizer}]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_that_a_step_leaves_are_absent_with_their_parameters(ranks: int):
     """They were None: a norm was that of one stage, without a word."""
@@ -218,6 +219,7 @@ def _saved(habit: str, path: str) -> list[float]:
     return losses
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("habit", ["each", "lists", "states"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_is_done_with_each_parameter_is_one_cards_and_saved(ranks: int, habit: str, tmp_path: Path):
