@@ -223,3 +223,35 @@ def test_a_flag_of_one_rank_in_a_recorded_step() -> None:
     assert "rank 1 records anew step (call " in said and "make the flag an argument" in said, said
     assert "rank 0 has failed in step (call " in heard, heard
     assert seconds < patience(5.0) and others < patience(9.0)
+
+
+def _goes_on() -> tuple[float, str]:
+    """Rank 1's program catches its error in the midst of a replay, and is in the next call at once."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    run = oc.to_static(step, stages=oc.Stages(2, at=["2"]))
+    x, y = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
+    for _ in range(2):
+        run(x, y)
+    begin = time.monotonic()
+    with pytest.raises((CommunicationError, IndexError)) as first:  # no class is 17
+        run(x, torch.full((4,), 17))
+    seconds = time.monotonic() - begin
+    with pytest.raises(CommunicationError):
+        run(x, y)
+    return seconds, str(first.value)
+
+
+def test_who_has_failed_is_heard_though_it_goes_on() -> None:
+    (seconds, said), _ = run_ranks(_goes_on, 2, timeout=patience(60.0))
+    assert "rank 1 has failed in step (call 3)" in said and "out of bounds" in said, said
+    assert seconds < patience(5.0)

@@ -202,6 +202,8 @@ class Static:
                     )
                 except Exception as fault:
                     note_line(fault, bound.recording._run)
+                    if bound.turn is not None:
+                        bound.turn.stopped(fault)
                     raise
                 if result is ANEW:
                     return self._miss(args, kwargs, agreed=True)

@@ -51,7 +51,7 @@ class joint_step:
     def __exit__(self, kind: Any, why: BaseException | None, trace: Any) -> None:
         if self._step is not None:
             failed.doing.here = None
-            if why is not None:
+            if why is not None and not isinstance(why, failed.StoppedBefore):
                 self._step.failed(f"{type(why).__name__}: {why}")
 
 

@@ -1,8 +1,8 @@
 """Who has failed in what ranks do together, so that those that wait for it hear of it while they wait.
 
 A rank that fails leaves word in the rendezvous' store. A rank that waits in such a step looks there: for one that has failed in
-this very step nobody can go on, and the wait ends with its words; of one that has failed before, and has not come since, they
-are told: its program may have caught the error, and come yet.
+this very step nobody can go on, and the wait ends with its words, also where its program has caught the error and is in the next
+one; of one that has failed before, and has not come since, they are told: it may come yet.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ import torch.distributed as dist
 
 from onecard.comm.base import attempt
 from onecard.comm.base.state import Kept
+from onecard.errors import CommunicationError
+
+
+class StoppedBefore(CommunicationError):
+    """This rank cannot begin a step, for what it has said of an earlier one: that stays said."""
+
 
 _ANY = "failed"
 GRACE = 1.0
 """Seconds for ranks that fail alike: each has an error of its own, which says more."""
 _OFTEN = 0.25  # seconds between two looks
-TURNS = "records anew"
+FAILED, TURNS = "has failed in", "records anew"
 QUOTED = 1000
 """Characters of what another rank says."""
 
@@ -55,7 +61,7 @@ class Together:
 
     def failed(self, why: str) -> None:
         """Leave word that this rank cannot go on with it."""
-        self._say("has failed in", why)
+        self._say(FAILED, why)
 
     def turns(self, why: str) -> None:
         """Leave word that this rank does it another way, for which it waits for all others."""
@@ -73,7 +79,7 @@ class Together:
         self.looked = now
         said = {rank: word for rank in self.ranks if rank != self.me and (word := _word(rank))} if _anybody() else {}
         self.seen = {rank: self.seen.get(rank, now) for rank in said}
-        for rank, (name, ranks, number, does, why) in said.items():
+        for rank, (name, ranks, number, does, why, *come) in said.items():
             if now - self.seen[rank] < GRACE or (does == TURNS and self.other):
                 continue
             if (name, number) == (self.name, self.number) and self.me in ranks:
@@ -81,7 +87,7 @@ class Together:
                     f"rank {rank} {does} {name} (call {number}), in which rank {self.me} waits for others. "
                     f"Rank {rank} says: {why}"
                 )
-            if rank not in self.told and does != TURNS:
+            if rank not in self.told and does != TURNS and not come:
                 self.told.add(rank)
                 warnings.warn(
                     f"rank {self.me} waits in {self.name} (call {self.number}), to which rank {rank} has not come since it "
@@ -93,8 +99,8 @@ class Together:
 
 doing: Kept[Together | None] = Kept(lambda: None)
 """The step that this rank is in."""
-_left: Kept[set[int]] = Kept(set)
-"""This rank, where it has left word."""
+_left: Kept[list[Any]] = Kept(list)
+"""The word that this rank has left."""
 
 
 def looked() -> str:
@@ -109,15 +115,15 @@ def between(me: int, why: str) -> None:
 
 
 def comes(me: int) -> None:
-    """This rank goes on: what it has said is over."""
+    """This rank goes on: what it has said is over, but for who waits in the step in which it has failed."""
     if _left.here:
-        _left.here.clear()
+        word, _left.here[:] = [*_left.here], []
         with suppress(RuntimeError, ValueError, dist.DistError):
-            attempt.store().set(f"{_ANY}/{me}", "")
+            attempt.store().set(f"{_ANY}/{me}", json.dumps([*word, "has come"]) if FAILED in word else "")
 
 
 def _say(me: int, word: Sequence[object]) -> None:
-    _left.here.add(me)
+    _left.here[:] = word
     with suppress(RuntimeError, ValueError, dist.DistError):
         store = attempt.store()
         store.set(f"{_ANY}/{me}", json.dumps(word))

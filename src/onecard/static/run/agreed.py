@@ -15,7 +15,8 @@ import torch
 from onecard.comm.agree import sparse_check
 from onecard.comm.agree.meeting import come
 from onecard.comm.base import failed, record
-from onecard.comm.base.state import faked
+from onecard.comm.base.failed import StoppedBefore
+from onecard.comm.base.state import Kept, faked
 from onecard.comm.issue import collectives, trace
 from onecard.comm.issue.groups import Group, group
 from onecard.comm.issue.ranks import of_ranks
@@ -209,6 +210,11 @@ class ReplayTurn:
             self._apart(numbers)
         return True
 
+    def stopped(self, fault: Exception) -> None:
+        """A replay has ended in its midst on this rank: what others have sent for it lies there yet."""
+        if not isinstance(fault, RecordingError):
+            _stopped.here.setdefault(self.ranks, f"{type(fault).__name__}: {fault}")
+
     def records(self, why: str) -> None:
         """This rank records the step anew, and so do all."""
         self._said(-1, 0)
@@ -227,6 +233,12 @@ class ReplayTurn:
     def _said(self, *mine: int) -> list[list[int]]:
         if len(self.ranks) < 2 or pretending() or trace.faking():
             return [[*mine]]
+        if why := _stopped.here.get(self.ranks):
+            raise StoppedBefore(
+                f"{self._name}: an earlier call ended in the midst of the pipeline on rank {get_rank()}, and messages of it may "
+                f"still be on their way, which this call would take for its own ({why}). Look at what may be wrong with a batch "
+                "(labels, NaN) ahead of the step, on all ranks; from here on go on in a new run, from a checkpoint"
+            )
         found: list[list[int]] = self._gathered(torch.tensor([mine], device="cpu")).tolist()
         return found
 
@@ -244,6 +256,10 @@ class ReplayTurn:
             "step reads of Python's numbers is the same on all: step schedulers, and set rates and weights, on every rank "
             "(not within 'if onecard.get_rank() == 0:')"
         )
+
+
+_stopped: Kept[dict[tuple[int, ...], str]] = Kept(dict)
+"""Why a replay ended in its midst on this rank, by the ranks of the pipeline."""
 
 
 def _words(name: str, ranks: Sequence[int], codes: list[int], count: int) -> str:
