@@ -225,7 +225,7 @@ def test_a_flag_of_one_rank_in_a_recorded_step() -> None:
     assert seconds < patience(5.0) and others < patience(9.0)
 
 
-def _goes_on() -> tuple[float, str]:
+def _goes_on(calls: int) -> tuple[float, str]:
     """Rank 1's program catches its error in the midst of a replay, and is in the next call at once."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
@@ -240,7 +240,7 @@ def _goes_on() -> tuple[float, str]:
 
     run = oc.to_static(step, stages=oc.Stages(2, at=["2"]))
     x, y = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
-    for _ in range(2):
+    for _ in range(calls):
         run(x, y)
     begin = time.monotonic()
     with pytest.raises((CommunicationError, IndexError)) as first:  # no class is 17
@@ -251,7 +251,9 @@ def _goes_on() -> tuple[float, str]:
     return seconds, str(first.value)
 
 
-def test_who_has_failed_is_heard_though_it_goes_on() -> None:
-    (seconds, said), _ = run_ranks(_goes_on, 2, timeout=patience(60.0))
-    assert "rank 1 has failed in step (call 3)" in said and "out of bounds" in said, said
+@pytest.mark.share(1)
+@pytest.mark.parametrize("calls", [2, 0])  # a replay, and the first one, that of a step which makes gradients
+def test_who_has_failed_is_heard_though_it_goes_on(calls: int) -> None:
+    (seconds, said), _ = run_ranks(_goes_on, 2, calls, timeout=patience(60.0))
+    assert "rank 1 has failed in step" in said and "out of bounds" in said, said
     assert seconds < patience(5.0)

@@ -23,7 +23,6 @@ from onecard.errors import RecordingError
 from onecard.static.call import flat, name_of, recorded, sketched_again
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.undo import Undo
-from onecard.static.code.compiled import note_line
 from onecard.static.guards.before import Before
 from onecard.static.guards.held import HeldValues
 from onecard.static.passes import PASSES, StaticOptions, chosen
@@ -201,9 +200,7 @@ class Static:
                         bound.replay(args, kwargs) if checks.calls < checks.due else self._checked(bound, args, kwargs)
                     )
                 except Exception as fault:
-                    note_line(fault, bound.recording._run)
-                    if bound.turn is not None:
-                        bound.turn.stopped(fault)
+                    bound.ended(fault)
                     raise
                 if result is ANEW:
                     return self._miss(args, kwargs, agreed=True)
@@ -344,7 +341,7 @@ class Static:
             with joint_step(name_of(self.fn), self._ranks):
                 result = bound.replay(args, kwargs)
         except Exception as fault:
-            note_line(fault, recording._run)
+            bound.ended(fault)
             raise
         assert result is not MISS and result is not ANEW  # ``check_begins``, on all ranks
         # Later ones leave gradients, too, of parameters that other ranks have.

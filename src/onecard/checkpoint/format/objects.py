@@ -247,9 +247,8 @@ def _portions(state: Any, entry: StateValue | None) -> Any:
     for key, value in state.items():
         if isinstance(value, Tensor):
             part = part_of(value) or (entry.part if is_like(entry.value, key, value) else None)
-            said = (
-                entry.staged or is_staged(value) or is_staged(entry.value)
-            )  # a loaded state is a new tensor where it is here
+            # A loaded state is a new tensor where it is here: its parameter says that others may not have it.
+            said = entry.staged or is_staged(value) or is_staged(entry.value)
             made[key] = Portion(value, part) if part is not None or said else value
     return made
 

@@ -141,9 +141,7 @@ def _sent(what: Message, into: Tensor, given: Tensor) -> None:
         if written:
             recorded.recorder.message(what, into, given)
         return
-    if (
-        written and not recorded.recorder.computes
-    ):  # nobody sends it, and what is caught on the way is no message missed
+    if written and not recorded.recorder.computes:  # nobody sends it: the clock and the board do not count it
         recorded.recorder.message(what, moved(into), moved(given))
         return
     if what.operation in _FOR_THEMSELVES:

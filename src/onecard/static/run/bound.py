@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Generic, Self
 
 from onecard._torch.names import tree_flatten
+from onecard.static.code.compiled import note_line
 from onecard.static.code.source import Code
 from onecard.static.guards.arguments import ADVICE, in_words, is_same, kind_of, kinds_of
 from onecard.static.guards.fits import Fits
@@ -46,6 +47,12 @@ class BoundRecording(Generic[AnyStep]):
         self.turn = turn
         self._writer = _ReplayCode(recording, self.roots, self.kinds, self._facts)
         self._writer.turn = turn
+
+    def ended(self, fault: Exception) -> None:
+        """A replay has ended in its midst: the error is told its line, and a pipeline begins no other."""
+        note_line(fault, self.recording._run)
+        if self.turn is not None:
+            self.turn.stopped(fault)
 
     @cached_property
     def replay(self) -> Callable[[Any, Any], Any]:
