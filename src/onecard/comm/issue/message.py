@@ -137,12 +137,11 @@ def _started(what: Message, into: Tensor, given: Tensor) -> Handle:
 
 def _sent(what: Message, into: Tensor, given: Tensor) -> None:
     group, written = what.group, recording()
-    if given.is_meta:  # a rehearsal: shapes without data
+    rehearsal = given.is_meta  # shapes without data
+    if rehearsal or (written and not recorded.recorder.computes):  # nobody sends it: clock, board and check do not count it
+        check.nothing_sent()
         if written:
-            recorded.recorder.message(what, into, given)
-        return
-    if written and not recorded.recorder.computes:  # nobody sends it: the clock and the board do not count it
-        recorded.recorder.message(what, moved(into), moved(given))
+            recorded.recorder.message(what, *((into, given) if rehearsal else (moved(into), moved(given))))
         return
     if what.operation in _FOR_THEMSELVES:
         told.serving.here = ("", "", ())

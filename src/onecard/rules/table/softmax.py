@@ -27,12 +27,13 @@ def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 def _softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     weighted = wide(grad_output) * wide(output)
-    return cast(weighted - wide(output) * weighted.sum([dim], keepdim=True), input_dtype)
+    return cast(weighted.sub_(wide(output) * weighted.sum([dim], keepdim=True)), input_dtype)
 
 
 def _log_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     grad = wide(grad_output)
-    return cast(grad - wide(output).exp() * grad.sum([dim], keepdim=True), input_dtype)
+    taken = wide(output).exp().mul_(grad.sum([dim], keepdim=True))  # the logits are the largest of many a model: one copy
+    return cast(taken.neg_().add_(grad), input_dtype)
 
 
 def _safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
