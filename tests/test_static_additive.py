@@ -45,6 +45,14 @@ def beside_a_token(o: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(x.mean(1), y)
 
 
+def by_positions(o: Tensor, y: Tensor) -> Tensor:
+    """As DeBERTa does: numbers of positions, expanded to all rows and heads, choose among scores."""
+    scores = (o[:, None, None] * torch.arange(1.0, 7).view(2, 3, 1)).view(-1, 3, CLASSES)
+    apart = (torch.arange(3)[:, None] - torch.arange(3)).abs()[None, None]
+    chosen = scores.gather(-1, apart.squeeze(0).expand(len(scores), 3, 3))
+    return F.cross_entropy(o + chosen.view(len(o), 2, 9)[:, 0, :CLASSES], y)
+
+
 def pooled(o: Tensor, y: Tensor) -> Tensor:
     """In channels_last a pool to one element ends with ``as_strided_``, which says where that lies."""
     x = o[:, None].expand(-1, 3, -1).contiguous().transpose(1, 2)
@@ -104,6 +112,7 @@ RIGHT: dict[str, Loss] = {
     "two at once": pairs,
     "in parts": written,
     "beside a token": beside_a_token,
+    "by positions": by_positions,
     "by tokens": by_tokens,
     "grouped": lambda o, y: F.cross_entropy(o[y.argsort()], y.sort().values),
     "without NaN": lambda o, y: torch.nan_to_num(F.cross_entropy(o, y)),

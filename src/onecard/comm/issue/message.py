@@ -138,7 +138,7 @@ def _started(what: Message, into: Tensor, given: Tensor) -> Handle:
 def _sent(what: Message, into: Tensor, given: Tensor) -> None:
     group, written = what.group, recording()
     rehearsal = given.is_meta  # shapes without data
-    if rehearsal or (written and not recorded.recorder.computes):  # nobody sends it: clock, board and check do not count it
+    if rehearsal or (written and not recorded.recorder.computes):  # nobody sends it: nothing counts it
         check.nothing_sent()
         if written:
             recorded.recorder.message(what, *((into, given) if rehearsal else (moved(into), moved(given))))

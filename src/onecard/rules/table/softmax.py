@@ -32,7 +32,7 @@ def _softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype
 
 def _log_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     grad = wide(grad_output)
-    taken = wide(output).exp().mul_(grad.sum([dim], keepdim=True))  # the logits are the largest of many a model: one copy
+    taken = wide(output).exp().mul_(grad.sum([dim], keepdim=True))  # one copy of what is many a model's largest
     return cast(taken.neg_().add_(grad), input_dtype)
 
 

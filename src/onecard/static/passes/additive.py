@@ -32,7 +32,7 @@ from onecard.static.passes.dependence import (
     told,
 )
 from onecard.static.passes.row_gradients import Passes
-from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
+from onecard.static.passes.row_kinds import EXPANDS, Kinds, lifts, makes_alike, tensors_of
 from onecard.static.passes.row_numbers import SCALES, TERMS, is_real, value_of
 from onecard.static.passes.row_orders import is_ordered
 from onecard.static.passes.shadows import Shadows, memory_of
@@ -156,7 +156,7 @@ class Additive(DispatchMode):
         if (
             not given
             or makes_alike(schema)
-            or schema.functional in (*SCALES, *TERMS)
+            or schema.functional in (*SCALES, *TERMS, *EXPANDS)
             or any(lifts(schema, x) for x in made)
         ):
             return False

@@ -95,7 +95,9 @@ class Kinds(RowNumbers):
             return kind
         if kinds and all(k is not None and k.how == ALIKE and k.dims is None for k in kinds):
             return Kind(ALIKE)
-        if self.lengths.isdisjoint(call.results[r].shape) or any(k is not None and k.how == PLACES for k in kinds):
+        if (name not in EXPANDS and self.lengths.isdisjoint(call.results[r].shape)) or any(
+            k is not None and k.how == PLACES for k in kinds
+        ):
             return None
         bound = bound_of(call)
         return None if bound is None else self._alike_along(bound, name, kinds, r)
@@ -108,7 +110,7 @@ class Kinds(RowNumbers):
                 seen |= {*factors}
                 if kind is None or not kind.alike(dim):
                     varied |= {*factors}
-        known = (lambda f: True) if name in _EXPAND else seen.__contains__
+        known = (lambda f: True) if name in EXPANDS else seen.__contains__
         dims = [d for d, fs in enumerate(bound.results[r]) if all(known(f) and f not in varied for f in fs)]
         return Kind(ALIKE, dims=frozenset(dims)) if dims else None
 
@@ -304,7 +306,7 @@ _RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 _OF_ELEMENTS = ("native_dropout", "native_dropout_backward", "_fused_dropout", "_masked_scale")
 """Of GPUs, most of all; they draw, and have no row."""
 _SIGNS, _SIZES = ("sign", "sgn"), ("abs", "relu")  # of a positive multiple: the same; the same multiple
-_EXPAND = ("expand", "repeat", "expand_as", "broadcast_to")
+EXPANDS = ("expand", "repeat", "expand_as", "broadcast_to")
 _SUMS = ("add", "sub", "rsub")
 _LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
 
