@@ -19,6 +19,7 @@ from onecard.comm.issue import again, groups
 from onecard.comm.world import world
 from onecard.errors import RecordingError, ScheduleError
 from onecard.pipeline.cut.alike import check_alike, check_batch
+from onecard.pipeline.cut.copies import with_copies
 from onecard.pipeline.cut.halved import halved
 from onecard.pipeline.cut.lists import by_place
 from onecard.pipeline.cut.on_rank import on_rank
@@ -300,9 +301,11 @@ def woven(recording: AnyStep, schedule: Schedule, ranks: tuple[int, ...], name: 
     effects = {e.output.position: e.where for e in recording.effects if e.output is not None}
     places = NodeRanks(recording.graph, homes, len(ranks), effects, recording.owners)
     _check_own_messages(places, ranks)
-    graph = by_place(recording.graph, places)
-    if graph is not recording.graph:
-        places = NodeRanks(graph, homes, len(ranks), effects, recording.owners)
+    graph = recording.graph
+    for rewritten in (by_place, with_copies):
+        given, graph = graph, rewritten(graph, places)
+        if graph is not given:
+            places = NodeRanks(graph, homes, len(ranks), effects, recording.owners)
     return replaced(recording, graph), Weave(places, schedule, ranks, name)
 
 

@@ -1,0 +1,96 @@
+"""Momentum encoders that a pipeline's step updates: one stage's memory, made of all stages' weights. As on one card."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import swa_utils
+
+import onecard as oc
+from onecard.testing import run_ranks
+
+Update = Callable[[Iterable[Tensor], Iterable[Tensor]], None]
+
+
+def _added(key: Iterable[Tensor], weights: Iterable[Tensor]) -> None:
+    for a, p in zip(key, weights, strict=True):
+        a.mul_(0.9).add_(p, alpha=0.1)
+
+
+def _of_views(key: Iterable[Tensor], weights: Iterable[Tensor]) -> None:
+    for a, p in zip(key, weights, strict=True):
+        a.view(-1).lerp_(p.detach().view(-1), 0.1)
+
+
+def _of_data(key: Iterable[Tensor], weights: Iterable[Tensor]) -> None:
+    for a, p in zip(key, weights, strict=True):
+        a.data.copy_(a.data * 0.9 + p.data * 0.1)
+
+
+def _on_lists(key: Iterable[Tensor], weights: Iterable[Tensor]) -> None:
+    torch._foreach_lerp_([*key], [*weights], 0.1)
+
+
+UPDATES: dict[str, Update] = {"added": _added, "views": _of_views, "data": _of_data, "lists": _on_lists}
+
+
+def _losses(update: Update | str, ahead: bool, plan: oc.Plan | None) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)), nn.Linear(8, 6))
+    key: nn.Module = copy.deepcopy(model)
+    if isinstance(update, str):
+        multi = swa_utils.get_ema_multi_avg_fn(0.9) if update == "torch's on lists" else None
+        key = swa_utils.AveragedModel(
+            model, avg_fn=None if multi else lambda a, p, _: 0.9 * a + 0.1 * p, multi_avg_fn=multi
+        )
+    for p in key.parameters():
+        p.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+
+    @torch.no_grad()
+    def follow() -> None:
+        if isinstance(key, swa_utils.AveragedModel):
+            key.update_parameters(model)
+        elif callable(update):
+            update(key.parameters(), model.parameters())
+
+    def step(x: Tensor, seen: Tensor) -> Tensor:
+        if ahead:
+            follow()
+        with torch.no_grad():
+            wanted = F.normalize(key(seen), dim=-1)
+        loss = F.mse_loss(F.normalize(model(x), dim=-1), wanted)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not ahead:
+            follow()
+        return loss.detach()
+
+    run = step if plan is None else oc.to_static(step, plan=plan)
+    generator = torch.Generator().manual_seed(1)
+    return [float(run(*torch.randn(2, 8, 8, generator=generator))) for _ in range(6)]
+
+
+def _each(plan: oc.Plan, names: list[str]) -> None:
+    for name in names:
+        for ahead in (False, True):
+            update = UPDATES.get(name, name)
+            assert _losses(update, ahead, plan) == pytest.approx(_losses(update, ahead, None), rel=1e-5), (name, ahead)
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("name", [*UPDATES, "torch's", "torch's on lists"])
+def test_a_momentum_encoder_on_the_last_stage(name: str) -> None:
+    run_ranks(_each, 2, oc.Plan(pp=2, microbatches=2), [name])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("degrees", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 1}], ids=str)
+def test_beside_other_axes(degrees: dict[str, int]) -> None:
+    run_ranks(_each, 4, oc.Plan(pp=2, microbatches=2, **degrees), [*UPDATES, "torch's on lists"])
