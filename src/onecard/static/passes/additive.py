@@ -211,7 +211,7 @@ class Additive(DispatchMode):
         if len(whole) == x.dim() or (x.numel() == part.numel() and kind.dims is None):
             self.known[x] = replace(before, zero=before.zero and kind.zero)
         elif dims := frozenset(filter(before.alike, whole)):
-            self.known[x] = replace(before, dims=dims, zero=False)
+            self.known[x] = replace(before, dims=dims, size=0, zero=False)
         else:
             self.known.pop(x, None)
 
@@ -248,10 +248,12 @@ class Additive(DispatchMode):
 
 def _scaled(kind: Kind, shape: Sequence[int], to: Sequence[int]) -> Kind | None:
     """A kind of a tensor as one of its part on a rank, or the other way: that has another number of rows."""
-    if kind.how != ROWS:
+    if kind.how != ROWS and not (kind.how == ALIKE and kind.size):
         return kind
     size, rest = divmod(kind.size * to[kind.dim], shape[kind.dim] or 1)
-    return None if rest or not size else replace(kind, size=size)
+    if rest or not size:
+        return None if kind.how == ROWS else replace(kind, size=0)
+    return replace(kind, size=size)
 
 
 def _moves_nothing(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
