@@ -229,3 +229,26 @@ def test_a_fit_that_is_done_is_not_done_again(tmp_path: Path) -> None:
     assert fit(tmp_path, 0, 0.0)[0] == first[0]  # nothing is left, so that nobody is killed
     with pytest.raises(EngineError, match=r"fit\(resume=False\): .* has checkpoints"):
         fit(tmp_path, -1, 0.0, resume=False)
+
+
+def test_a_pass_that_is_taken_up_at_its_shorter_last_batch(tmp_path: Path) -> None:
+    """In microbatches, the first batch that an engine meets may be one that they do not divide."""
+    generator = torch.Generator().manual_seed(2)
+    data = [(torch.randn(8, generator=generator), torch.tensor(i % 6)) for i in range(27)]
+
+    def fit(folder: Path, leave_at: int) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 6)
+        strategy = oc.Strategy()
+        strategy.gradient_merge.enable, strategy.gradient_merge.k_steps = True, 2
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        engine = oc.Engine(model, torch.nn.CrossEntropyLoss(), optimizer, strategy=strategy)
+
+        def leave(step: int, logs: Any) -> None:
+            engine.stop_training = step == leave_at
+
+        return engine.fit(data, batch_size=8, epochs=2, verbose=0, save_dir=folder, callbacks=[leave]).losses
+
+    wanted = fit(tmp_path / "whole", -1)
+    assert len(fit(tmp_path / "left", 2)) == 3
+    assert fit(tmp_path / "left", -1) == pytest.approx(wanted, rel=1e-5)

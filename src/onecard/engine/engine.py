@@ -98,6 +98,7 @@ class Engine:
         self._steps: dict[str, dict[Any, Static]] = {}  # by mode and shapes of a batch
         self._split = Splitter(model.forward, loss is not None)
         self._most: dict[str, int] = {}  # rows of the longest batch so far, by mode
+        self._full: dict[str, int] = {}  # and of a full one, where that is known ahead
         self._skeleton: programs.Skeleton | None = None
         self.seen: dict[str, Feed] = {}  # shapes of a batch, by mode
         self.plans: Plans | None = None  # those that were found, best first
@@ -137,6 +138,10 @@ class Engine:
             if sample_split:
                 self._split = Splitter(self.model.forward, self.loss is not None, split=sample_split)
             self._plan_for(full.example(data, batch_size, collate_fn))
+
+    def expect(self, batch_size: int) -> None:
+        """Batches of the present mode have so many rows, all but the last: the first one may be that, of a pass taken up again."""
+        self._full[self.mode] = batch_size
 
     def _plan_for(self, batch: Any) -> None:
         """Lay the model out as the plan says that is found for a whole batch; None: nothing says yet what one is."""
@@ -285,7 +290,8 @@ class Engine:
         place, rows = self.place(), feed.rows
         options = static_options(self.strategy, mode, world.get_world_size(), place.mesh)
         parts = int(np.prod([place.mesh.shape[place.mesh.axis(axis)] for axis in place.axes]))
-        longest = self._most[mode] = max(rows, self._most.get(mode, 0))
+        self._most[mode] = max(rows, self._most.get(mode, 0))
+        longest = max(self._most[mode], self._full.get(mode, 0))
         staged = options.get("stages")
         count = options.get("k_steps", 1) if staged is None else staged.k_steps
         if rows % (parts * count) and count > 1:

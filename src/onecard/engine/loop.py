@@ -97,6 +97,7 @@ def fit(
     _check_counts(epochs=epochs, log_freq=log_freq, valid_freq=valid_freq, save_freq=save_freq)
     engine.look_at(train_data, batch_size, collate_fn, sample_split)
     engine.prepare(mode="train", sample_split=sample_split)
+    engine.expect(batch_size)
     options = {"collate_fn": collate_fn, "num_workers": num_workers}
     more = {"shuffle": shuffle or None, "drop_last": drop_last}
     loader = loader_of(train_data, engine.place(), batch_size, True, **options, **more)

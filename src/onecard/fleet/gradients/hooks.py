@@ -23,7 +23,7 @@ from onecard.comm.base.state import Kept
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.fleet.gradients import sums, twins
-from onecard.fleet.gradients.pending import Family, Summed, of, read, watch_alike, write
+from onecard.fleet.gradients.pending import Family, Summed, is_due, of, read, watch_alike, write
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.tensor import DistTensor
 
@@ -61,7 +61,7 @@ def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
     """
     given = [*map(twins.trained, parameters)]
     for p in given:
-        if p.requires_grad and not isinstance(p, DistTensor) and sums.has_sums(p):
+        if is_due(p) and not isinstance(p, DistTensor) and sums.has_sums(p):
             watch(p)  # one that was read from a file has its mark alone
     sums.sync(given, step)
 
@@ -73,6 +73,7 @@ def watch(p: Tensor, family: Family | None = None) -> Summed:
         state.family = Family([p])
         state.summand = state.uneven = read(p) is not None
         state.known = -1 if state.summand else 0
+        state.trained = p.requires_grad
         _hook(p)
     if family is not None and family is not state.family:
         state.known = -1 if state.is_unknown() else family.backwards

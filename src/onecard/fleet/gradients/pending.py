@@ -57,6 +57,7 @@ class Summed:
         dtype: in which summands add up, if not in the parameter's.
         wide: what they have added up to in it.
         name: of the parameter in its model.
+        trained: it was no frozen one when its gradient was last summed.
         looked: the program has read it since, so that what it assigns is made of the whole.
         asked: so it is of the gradient that ``torch.autograd.grad`` has given it.
     """
@@ -74,6 +75,7 @@ class Summed:
         "name",
         "rest",
         "summand",
+        "trained",
         "uneven",
         "wide",
     )
@@ -82,7 +84,7 @@ class Summed:
         self.data: Ranks | None = None
         self.rest: Ranks | None = None
         self.family = family
-        self.summand = self.uneven = self.looked = self.hooked = self.asked = False
+        self.summand = self.uneven = self.looked = self.hooked = self.asked = self.trained = False
         self.kept: Tensor | None = None
         self.dtype: torch.dtype | None = None
         self.wide: Tensor | None = None
@@ -134,6 +136,12 @@ def _nothing() -> None:
 def of(p: Any) -> Summed | None:
     """What is known of a parameter's gradient; None where no other rank has a part in it."""
     return getattr(p, _NAME, None)
+
+
+def is_due(p: Tensor) -> bool:
+    """Whether backward may have brought a gradient since the last sum: of one that is frozen since, too."""
+    state = of(p)
+    return p.requires_grad or (state is not None and (state.trained or state.summand))
 
 
 def watch_alike(p: Tensor) -> Summed:

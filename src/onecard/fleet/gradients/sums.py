@@ -35,7 +35,7 @@ def adds_up(p: Tensor) -> bool:
 @torch.no_grad()
 def sync(parameters: Iterable[Tensor], step: bool = False, call: str = "gradients") -> None:
     """As ``hooks.sync``, of parameters that are watched. ``call``: what ranks that are out of step are told that it was for."""
-    given = [p for p in map(twins.trained, parameters) if p.requires_grad and (has_sums(p) or _is_wide(p))]
+    given = [p for p in map(twins.trained, parameters) if pending.is_due(p) and (has_sums(p) or _is_wide(p))]
     _sync_twins([p for p in given if twins.twin_of(p) is not None])
     chosen = [p for p in given if _is_plain(p)]
     states: dict[Tensor, Any] = {p: pending.of(p) for p in chosen}
@@ -64,6 +64,7 @@ def sync(parameters: Iterable[Tensor], step: bool = False, call: str = "gradient
         elif state.kept is not None:
             write(p, state.kept.add_(read(p)))
         state.kept = state.wide = None
+        state.trained = p.requires_grad
         if state.rest is None or not step or over.get(p) is not state.rest:
             state.is_whole()
 
