@@ -35,6 +35,8 @@ EACH_ROWS_OWN = (
     "torch.diff(ROW[None].expand(n, N), dim=0, prepend=torch.zeros(1, N))",
     "torch.where(torch.ones(n, N).cumsum(0) > 2, 1.0, 0.0)",
     "TABLE[:n]",
+    "TABLE[: n // 2].repeat(2, 1)",
+    "TABLE[:1].repeat(2, 1).repeat(n // 2, 1).cumsum(0)",
     "TABLE.split(n)[1]",
 )
 ALIKE = (

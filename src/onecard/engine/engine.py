@@ -140,7 +140,7 @@ class Engine:
             self._plan_for(full.example(data, batch_size, collate_fn))
 
     def expect(self, batch_size: int) -> None:
-        """Batches of the present mode have so many rows, all but the last: the first one may be that, of a pass taken up again."""
+        """How many rows batches of the present mode have: the first that is met may be the last of a pass, which is shorter."""
         self._full[self.mode] = batch_size
 
     def _plan_for(self, batch: Any) -> None:

@@ -31,8 +31,9 @@ from onecard.static.passes.dependence import (
     Verdict,
     told,
 )
+from onecard.static.passes.row_alike import EXPANDS
 from onecard.static.passes.row_gradients import Passes
-from onecard.static.passes.row_kinds import EXPANDS, Kinds, lifts, makes_alike, tensors_of
+from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
 from onecard.static.passes.row_numbers import SCALES, TERMS, is_real, value_of
 from onecard.static.passes.row_orders import is_ordered
 from onecard.static.passes.shadows import Shadows, memory_of

@@ -27,9 +27,9 @@ class Kind:
     Attributes:
         how: ROWS: it has one for each (in ``dim``, as the factor of ``size`` with ``before`` combinations of others ahead of it).
             ADDS: the batch's is the sum of the microbatches' (``degree`` 1), or the mean (0). ALIKE: no row has a value of its
-            own, along ``dims`` (None: along all), and along such a factor of ``dim`` if it has a ``size``. PLACES: the numbers of the rows. COUNT: of the batch alone, no parameter in
-            it. ORDER: numbers of entries (``points``) of a dim of rows, where ``dim`` is. MIXED: none of these. UNKNOWN: nobody
-            can tell.
+            own, along ``dims`` (None: along all), and along such a factor of ``dim`` if it has a ``size``. PLACES: the numbers
+            of the rows. COUNT: of the batch alone, no parameter in it. ORDER: numbers of entries (``points``) of a dim of rows,
+            where ``dim`` is. MIXED: none of these. UNKNOWN: nobody can tell.
         degree: of ROWS and COUNT, too: by how many factors "number of rows" it was multiplied, since it was made.
         length: of ADDS and COUNT without parameters: how many of these factors are numbers, each a microbatch's length.
         where: what made it so, with its line.

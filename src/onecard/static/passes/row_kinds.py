@@ -18,7 +18,7 @@ from onecard.rules.call import Call, Schema
 from onecard.rules.registry import bound_of, find
 from onecard.rules.rule import Bound
 from onecard.rules.traits import traits_of
-from onecard.static.passes import row_places
+from onecard.static.passes import row_alike, row_places
 from onecard.static.passes.dependence import (
     ADDS,
     ALIKE,
@@ -96,49 +96,13 @@ class Kinds(RowNumbers):
         alike = bool(kinds) and all(k is not None and k.how == ALIKE and k.dims is None for k in kinds)
         if alike and self.lengths.isdisjoint(call.results[r].shape):
             return Kind(ALIKE)
-        expanded = name in EXPANDS or any(k is not None and k.how == ALIKE for k in kinds)
+        expanded = name in row_alike.EXPANDS or any(k is not None and k.how == ALIKE for k in kinds)
         if (not expanded and self.lengths.isdisjoint(call.results[r].shape)) or any(
             k is not None and k.how == PLACES for k in kinds
         ):
             return None
         bound = bound_of(call)
-        return None if bound is None else self._alike_along(call, bound, kinds, r)
-
-    def _alike_along(self, call: Call, bound: Bound, kinds: list[Kind | None], r: int) -> Kind | None:
-        """Along which dims, or factor of one, a result is the same, as its operands are, or as it was expanded."""
-        seen, varied = set[int](), set[int]()
-        parts: dict[int, set[tuple[int, int]]] = {}  # of a factor, what of it is the same: where, and how long
-        for i, (operand, kind) in enumerate(zip(bound.operands, kinds, strict=True)):
-            place = (
-                row_places.factor_of(bound, i, kind) if kind is not None and kind.how == ALIKE and kind.size else None
-            )
-            for dim, factors in enumerate(operand):
-                seen |= {*factors}
-                if kind is None or not kind.alike(dim):
-                    varied |= {f for f in factors if place is None or (dim, f) != (kind.dim, place[0])}
-            if place is not None and kind is not None:
-                parts.setdefault(place[0], set()).add((place[1], kind.size))
-        kept = {*bound.free}.difference(bound.pieces)  # others go by where they stand, or by how many there are
-        varied |= seen - kept if call.schema.functional not in _OF_PLACES else parts.keys() - kept
-        whole = {f for f, found in parts.items() if found == {(1, bound.sizes[f])}}
-        known = (lambda f: True) if call.schema.functional in EXPANDS else seen.__contains__
-        fixed = [
-            [f for f in fs if known(f) and f not in varied and (f in whole or f not in parts)]
-            for fs in bound.results[r]
-        ]
-        # A dim without factors is one that the operator makes, or does not keep apart.
-        bare = {d for d, n in enumerate(call.results[r].shape) if n == 1 or call.schema.functional in EXPANDS}
-        if call.schema.functional in _OF_PLACES and kinds[0] is not None:
-            bare |= {d for d in range(call.operands[0].dim()) if kinds[0].alike(d)}
-        dims = frozenset(d for d, fs in enumerate(bound.results[r]) if len(fixed[d]) == len(fs) and (fs or d in bare))
-        within = [(d, f, 1, bound.sizes[f]) for d, fs in enumerate(fixed) if d not in dims for f in fs]
-        one = {f: found.copy().pop() for f, found in parts.items() if len(found) == 1 and f not in varied | whole}
-        within += [(d, f, *one[f]) for d, fs in enumerate(bound.results[r]) for f in fs if f in one]
-        if not within:
-            return Kind(ALIKE, dims=dims) if dims else None
-        dim, factor, ahead, size = next((at for at in within if at[3] in self.lengths), within[0])
-        before = row_places.outer_of(bound, bound.results[r][dim], factor) * ahead
-        return Kind(ALIKE, dim, before, size, dims=dims)
+        return None if bound is None else row_alike.along(call, bound, kinds, r, self.lengths)
 
     def _mixed(self, call: Call, why: str, learns: bool) -> Kind:
         return Kind(MIXED, where=f"{call.schema.functional} at {record.user_line()} {why}", learns=learns)
@@ -334,20 +298,6 @@ _RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 _OF_ELEMENTS = ("native_dropout", "native_dropout_backward", "_fused_dropout", "_masked_scale")
 """Of GPUs, most of all; they draw, and have no row."""
 _SIGNS, _SIZES = ("sign", "sgn"), ("abs", "relu")  # of a positive multiple: the same; the same multiple
-_OF_PLACES = (
-    "slice",
-    "narrow",
-    "select",
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "flip",
-    "roll",
-    "index_select",
-    "unbind",
-)
-"""Each of their results is one that they were given, wherever it stood."""
-EXPANDS = ("expand", "repeat", "expand_as", "broadcast_to")
 _SUMS = ("add", "sub", "rsub")
 _LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
 
