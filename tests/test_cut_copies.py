@@ -84,7 +84,7 @@ def _each(plan: oc.Plan, names: list[str]) -> None:
             assert _losses(update, ahead, plan) == pytest.approx(_losses(update, ahead, None), rel=1e-5), (name, ahead)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", [*UPDATES, "torch's", "torch's on lists"])
 def test_a_momentum_encoder_on_the_last_stage(name: str) -> None:
     run_ranks(_each, 2, oc.Plan(pp=2, microbatches=2), [name])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from amounts import PROOF
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onecard as oc
 from onecard.errors import RecordingError
 
-N = 5
+N, PARTS = 5, [2, 4] if PROOF else [2]
 ROW, TABLE = torch.arange(1.0, N + 1), torch.linspace(-1, 1, 40 * N).view(40, N)
 NAMES = {"torch": torch, "F": F, "N": N}
 FOLD = "ROW.expand(2, N)[None].mul(torch.tensor([[1.0], [3.0]])).expand(n, 2, N).reshape(-1, N)"
@@ -77,7 +78,7 @@ def _losses(constant: str, heads: int, k: int) -> list[float]:
     return [float(run(torch.randn(8, 4, generator=generator))) for _ in range(3)]
 
 
-@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("k", PARTS)
 @pytest.mark.parametrize(
     ("constant", "heads"), [*((each, 1) for each in EACH_ROWS_OWN), *((each, 2) for each in FOLDED_OWN)]
 )
@@ -86,7 +87,7 @@ def test_what_goes_by_rows_is_refused(constant: str, heads: int, k: int) -> None
         _losses(constant, heads, k)
 
 
-@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("k", PARTS)
 @pytest.mark.parametrize(("constant", "heads"), [*((each, 1) for each in ALIKE), *((each, 2) for each in FOLDED)])
 def test_what_is_alike_is_taken(constant: str, heads: int, k: int) -> None:
     assert _losses(constant, heads, k) == pytest.approx(_losses(constant, heads, 1), rel=1e-5)
