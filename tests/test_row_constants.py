@@ -56,8 +56,21 @@ ALIKE = (
     "F.conv1d(ROW.expand(n, 1, N), torch.ones(1, 1, 3), padding=1)[:, 0]",
     "(ROW.expand(n, 1, N) @ torch.eye(N).expand(n, N, N))[:, 0]",
 )
-FOLDED_OWN = (f"{FOLD}.cumsum(0)", f"F.pad({FOLD}[1:], (0, 0, 1, 0))", f"{FOLD}[torch.arange(2 * n) // 2]")
-FOLDED = (FOLD, f"{FOLD} * 2 + 1", f"({FOLD} @ torch.eye(N)).cos()", f"{FOLD}.view(n, 2, N).flatten(0, 1)")
+FOLDED_OWN = (
+    "ROW[:2, None].expand(2, N).repeat(n, 1).cumsum(0)",
+    f"{FOLD}.cumsum(0)",
+    f"F.pad({FOLD}[1:], (0, 0, 1, 0))",
+    f"{FOLD}[torch.arange(2 * n) // 2]",
+)
+TILED = "ROW[:2, None].expand(2, N).repeat(n, 1)"
+FOLDED = (
+    FOLD,
+    TILED,
+    f"{TILED} + 1",
+    f"{FOLD} * 2 + 1",
+    f"({FOLD} @ torch.eye(N)).cos()",
+    f"{FOLD}.view(n, 2, N).flatten(0, 1)",
+)
 
 
 def _losses(constant: str, heads: int, k: int) -> list[float]:

@@ -58,6 +58,12 @@ def along(call: Call, bound: Bound, kinds: Sequence[Kind | None], r: int, length
     one = {f: found.copy().pop() for f, found in parts.items() if len(found) == 1 and f not in varied | whole}
     within += [(d, f, *one[f]) for d, fs in enumerate(bound.results[r]) for f in fs if f in one]
     if not within:
+        tiles = [
+            d for d, fs in enumerate(bound.results[r]) if d not in dims and not fs and d >= len(shape) - first.dim()
+        ]
+        if call.schema.functional == "repeat" and tiles:  # of what follows in a tile each may be another
+            times = shape[tiles[0]] // first.shape[tiles[0] - len(shape)]
+            return Kind(ALIKE, tiles[0], 1, times, dims=dims)
         return Kind(ALIKE, dims=dims) if dims else None
     dim, factor, ahead, size = next((at for at in within if at[3] in lengths), within[0])
     before = row_places.outer_of(bound, bound.results[r][dim], factor) * ahead
