@@ -39,6 +39,12 @@ EACH_ROWS_OWN = (
     "TABLE[: n // 2].repeat(2, 1)",
     "TABLE[:1].repeat(2, 1).repeat(n // 2, 1).cumsum(0)",
     "TABLE.split(n)[1]",
+    "F.normalize(ROW[None].expand(n, N), dim=0)",
+    "F.normalize(torch.ones(n, N), dim=0)",
+    "torch.ones(n, N) / n + 1",
+    "torch.ones(n, N) + n",
+    "ROW.expand(n, N) / ROW.expand(n, N).sum(0, keepdim=True)",
+    "ROW.expand(n, N) - ROW.expand(n, N).sum(0)",
 )
 ALIKE = (
     "ROW[None].expand(n, N)",
@@ -57,6 +63,8 @@ ALIKE = (
     "(ROW.expand(n, 1, N) @ torch.eye(N).expand(n, N, N))[:, 0]",
 )
 FOLDED_OWN = (
+    "torch.ones(2 * n, N).cumsum(0)",
+    "torch.ones(2 * n, 2 * n).tril().sum(1, keepdim=True)",
     "ROW[:2, None].expand(2, N).repeat(n, 1).cumsum(0)",
     f"{FOLD}.cumsum(0)",
     f"F.pad({FOLD}[1:], (0, 0, 1, 0))",

@@ -11,15 +11,11 @@ from onecard.static.passes.dependence import ALIKE, Kind
 
 _OF_PLACES = (
     "slice",
-    "narrow",
-    "select",
     "split",
     "split_with_sizes",
-    "chunk",
     "flip",
     "roll",
     "index_select",
-    "unbind",
 )
 """Each of their results is one that they were given, wherever it stood."""
 EXPANDS = ("expand", "repeat", "expand_as", "broadcast_to")
@@ -64,7 +60,7 @@ def along(call: Call, bound: Bound, kinds: Sequence[Kind | None], r: int, length
         if call.schema.functional == "repeat" and tiles:  # of what follows in a tile each may be another
             times = shape[tiles[0]] // first.shape[tiles[0] - len(shape)]
             return Kind(ALIKE, tiles[0], 1, times, dims=dims)
-        return Kind(ALIKE, dims=dims) if dims else None
+        return Kind(ALIKE, dims=None if len(dims) == len(shape) else dims) if dims else None
     dim, factor, ahead, size = next((at for at in within if at[3] in lengths), within[0])
     before = row_places.outer_of(bound, bound.results[r][dim], factor) * ahead
     return Kind(ALIKE, dim, before, size, dims=dims)

@@ -94,7 +94,7 @@ class Kinds(RowNumbers):
         if kind := row_places.moved(call, kinds):
             return kind
         alike = bool(kinds) and all(k is not None and k.how == ALIKE and k.dims is None for k in kinds)
-        if alike and self.lengths.isdisjoint(call.results[r].shape):
+        if alike and not call.results[r].dim():
             return Kind(ALIKE)
         expanded = name in row_alike.EXPANDS or any(k is not None and k.how == ALIKE for k in kinds)
         if (not expanded and self.lengths.isdisjoint(call.results[r].shape)) or any(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -146,9 +147,18 @@ def _number(
 
 
 def _held(x: Tensor, kind: Kind | None) -> tuple[Any, Tensor]:
-    """What a tensor holds, as two looks compare it, and in which shape: one that is the same all over, in any."""
+    """What a tensor holds, as two looks compare it, and in which shape: one that is the same all over, in any.
+
+    Along what it is the same, be it some dims or a part of one, one element stands for all, however many there are.
+    """
     if kind is not None and kind.how == ALIKE and kind.dims is None:
         return None, x.flatten()[:1].clone()
+    if kind is not None and kind.how == ALIKE:
+        at = sorted(d for d in range(x.dim()) if kind.alike(d))
+        if kind.size and kind.dim not in at:
+            x = x.unflatten(kind.dim, (kind.before, kind.size, -1))
+            at = [*(d for d in at if d < kind.dim), kind.dim + 1, *(d + 2 for d in at if d > kind.dim)]
+        x = reduce(lambda y, d: y.narrow(d, 0, 1), at, x)
     return tuple(x.shape), x.clone() if x.numel() <= _FEW else x.sum()
 
 
