@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,22 +15,48 @@ from onecard import fleet
 from onecard.testing import run_ranks
 
 
-def _trained(frozen_at: int, accumulated: int, ours: bool) -> list[Tensor]:
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.side, self.head = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, part: int) -> Tensor:
+        return self.head(self.body(x) + self.side(x) if part == 0 else self.body(x))  # the side is one rank's
+
+
+Freezes = Callable[[Net, int, bool], None]
+
+
+def _some_steps(net: Net, i: int, before: bool) -> None:
+    if not before and i in (1, 3):
+        net.body.weight.requires_grad_(i == 3)
+
+
+def _what_one_rank_uses(net: Net, i: int, before: bool) -> None:
+    if not before and i in (0, 2):
+        net.side.requires_grad_(i == 2)
+
+
+def _but_in_backward(net: Net, i: int, before: bool) -> None:
+    net.body.requires_grad_(before and i > 0)
+
+
+def _trained(freezes: Freezes, accumulated: int, ours: bool) -> list[Tensor]:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    net, ranks = Net(), oc.get_world_size()
+    freezes(net, -1, before=True)
     model = fleet.distributed_model(net) if ours else net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     if ours:
         optimizer = fleet.distributed_optimizer(optimizer)
-    ranks, rank = (oc.get_world_size(), oc.get_rank()) if ours else (1, 0)
     generator = torch.Generator().manual_seed(1)
     for i in range(6):
         x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)
-        F.mse_loss(model(x.chunk(ranks)[rank]), y.chunk(ranks)[rank]).backward()
-        if i == frozen_at:
-            net[0].weight.requires_grad_(False)
-        if i == frozen_at + 2:
-            net[0].weight.requires_grad_(True)
+        freezes(net, i, before=True)
+        parts = [oc.get_rank()] if ours else range(ranks)
+        losses = [F.mse_loss(model(x.chunk(ranks)[part], part), y.chunk(ranks)[part]) for part in parts]
+        torch.stack(losses).mean().backward()
+        freezes(net, i, before=False)
         if i % accumulated == accumulated - 1:
             optimizer.step()
             optimizer.zero_grad()
@@ -37,11 +65,11 @@ def _trained(frozen_at: int, accumulated: int, ours: bool) -> list[Tensor]:
 
 def _as_on_one_card() -> None:
     begin(dp=oc.get_world_size())
-    for frozen_at in range(3):
+    for freezes in (_some_steps, _what_one_rank_uses, _but_in_backward):
         for accumulated in (1, 2, 3):
-            found, wanted = (_trained(frozen_at, accumulated, ours) for ours in (True, False))
+            found, wanted = (_trained(freezes, accumulated, ours) for ours in (True, False))
             for a, b in zip(found, wanted, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=f"{freezes.__name__}, {accumulated}")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

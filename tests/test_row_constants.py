@@ -63,6 +63,7 @@ ALIKE = (
     "(ROW.expand(n, 1, N) @ torch.eye(N).expand(n, N, N))[:, 0]",
 )
 FOLDED_OWN = (
+    "ROW.expand(2, N)[:, None].mul(torch.tensor([1.0, 3.0])[:, None, None]).expand(2, n, N).reshape(-1, N)",
     "torch.ones(2 * n, N).cumsum(0)",
     "torch.ones(2 * n, 2 * n).tril().sum(1, keepdim=True)",
     "ROW[:2, None].expand(2, N).repeat(n, 1).cumsum(0)",
