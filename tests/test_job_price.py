@@ -309,3 +309,19 @@ def test_degrees_that_do_not_divide_have_no_price(sizes, plan, said):
     model = oc.Transformer(**{"layers": 2, "hidden": 1024, "heads": 16, "vocab": 512, "sequence": 1024, **sizes})
     with pytest.raises(oc.errors.PlanError, match=said):
         oc.price(model, oc.Plan(**plan), "A100")
+
+
+@pytest.mark.share(1)
+def test_states_in_the_hosts_memory_take_copies_and_the_hosts_update():
+    plan = oc.Plan(dp=2, zero=1)
+    plain, moved = (oc.price(SIZES, replace(plan, offload=offload), A100) for offload in (False, True))
+    mine = plain.ranks[0].memory["states"] // 12  # two moments and a copy, each of 4 bytes
+    copies, touched = 4 + 2, (4 + 8) + (4 + 2 * (4 + 8)) + (4 + 2)
+    assert moved.ranks[0].memory["states"] == 0
+    assert moved.terms["optimizer"] == pytest.approx(mine * (copies / A100.to_host + touched / A100.host_memory))
+    assert moved.terms["optimizer"] > 10 * plain.terms["optimizer"]
+    here = oc.Machine()  # whose memory is the host's
+    alike = [oc.price(SIZES, replace(plan, offload=offload), here).terms["optimizer"] for offload in (False, True)]
+    assert alike[0] == alike[1]
+    with pytest.raises(oc.errors.CostError, match="give both rates"):
+        replace(A100, host_memory=0.0)

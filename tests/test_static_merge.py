@@ -170,8 +170,8 @@ def scaled(dtype: torch.dtype, k: int, static: bool) -> list[Tensor]:
     for i, batch in enumerate(batches() * 3):
         seen.append((first if i == 0 and not static else run)(*batch).clone())
         if i == 0:
-            scaler.update(2.0**18 * (1 if static else k))
-        seen += [scaler._scale.clone() / (1 if static else k), *held(model, optimizer)]
+            scaler.update(2.0**18 * k)
+        seen += [scaler._scale.clone(), *held(model, optimizer)]
     return seen
 
 
@@ -184,6 +184,62 @@ def test_merged_in_half_with_a_scaler(dtype: torch.dtype) -> None:
     assert len(scales) > 1 or dtype is torch.bfloat16, "a step was skipped, and one was not"
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True)
+
+
+def scaled_in_stages(parts: int = 1) -> list[float]:
+    """Losses, and the scale after each step, which all ranks have; what is infinite on several stages skips the step on all."""
+    model = network(drop=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        losses = []
+        for part, labels in [(x, y)] if parts == 1 else zip(x.chunk(parts), y.chunk(parts), strict=True):
+            with torch.autocast("cpu", torch.float16):
+                losses.append(nn.functional.cross_entropy(model(part), labels) / parts)
+            scaler.scale(losses[-1]).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return sum(losses).detach()
+
+    run = step if parts > 1 else oc.to_static(step, stages=oc.Stages(2))
+    torch.manual_seed(4)
+    return [x for batch in batches() * 3 for x in (run(*batch).item(), scaler.get_scale())]
+
+
+@pytest.mark.share(2)
+def test_a_scale_that_is_too_large_in_stages() -> None:
+    expected, found = scaled_in_stages(2), run_ranks(scaled_in_stages, 2)
+    assert expected[1] < 2.0**20, "the first step is skipped"
+    assert len({*expected[1::2]}) > 2 and expected[-1] == expected[-3], "others are, and not all"
+    for mine in found:
+        assert mine == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.share(1)
+def test_a_scaler_that_asks_the_host_is_refused_at_an_infinity_too() -> None:
+    """What the refused attempt has left in the scaler is taken back: the next one does not begin behind its question."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run, batch = oc.to_static(step, k_steps=2), batches()[0]
+    run(*batch)
+    for _ in range(2):
+        with pytest.raises(oc.errors.RecordingError, match=r"GradScaler.step at .* reads on the host"):
+            run(*batch)
 
 
 def zero(stage: Any, axis: str = "dp") -> Callable[[oc.ProcessMesh], Any]:

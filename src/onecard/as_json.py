@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from onecard.errors import LayoutError, OnecardError
-from onecard.machine.cost import Curve, Link, Machine
+from onecard.machine.cost import HOST, Curve, Link, Machine
 from onecard.machine.kernels import Kernels
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
@@ -120,7 +120,7 @@ def _read(data: Any, wanted: str | None, where: str) -> Any:
         )
         _stop(where, f"{kind} of version {version!r}, {advice}")
     expected = {"onecard", "version", *_FIELDS[kind]}
-    if missing := sorted(expected - data.keys()):
+    if missing := sorted(expected - data.keys() - {*HOST}):  # those are newer than the version
         _stop(where, f"{kind} lacks {missing}")
     if unknown := sorted(map(str, data.keys() - expected)):
         _stop(where, f"{kind} has unknown keys {unknown}; version {VERSION} has {sorted(expected)}")
@@ -208,9 +208,9 @@ def _read_spec(data: dict[str, Any], where: str) -> Spec:
 
 
 def _read_machine(data: dict[str, Any], where: str) -> Machine:
-    given = {f.name: data[f.name] for f in fields(Machine)}
+    given = {f.name: data.get(f.name, 0.0) for f in fields(Machine)}
     for key in (f.name for f in fields(Machine) if f.type in ("float", "int")):
-        least = 0 if key in ("latency", "capacity", "launch", "beside", "per_host") else 1e-300
+        least = 0 if key in ("latency", "capacity", "launch", "beside", "per_host", *HOST) else 1e-300
         good = type(given[key]) in (int, float) and least <= given[key] < float("inf")
         _want(good, f"{where}{key}", "a number above zero" if least else "a number of at least zero", given[key])
     for key in ("name", "source"):

@@ -18,3 +18,8 @@ def has_unscaled(scaler: Any, optimizer: Any) -> bool:
 def has_checked(scaler: Any) -> bool:
     """Whether it has asked for infinities since the last ``update``."""
     return any(state["found_inf_per_device"] for state in scaler._per_optimizer_states.values())
+
+
+def has_begun(scaler: Any) -> bool:
+    """Whether its scale is there as a tensor, which the first loss makes; one that is switched off needs none."""
+    return not scaler.is_enabled() or scaler._scale is not None

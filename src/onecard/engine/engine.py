@@ -316,8 +316,9 @@ class Engine:
         return steps_of_mode[key]
 
     def _parts(self) -> steps.EngineParts:
+        plain = self._place is not None and self._place.plain
         return steps.EngineParts(
-            self.model, self.loss, self._optimizers, self.metrics, self.clip_grad_norm, self.scaler, self._around
+            self.model, self.loss, self._optimizers, self.metrics, self.clip_grad_norm, self.scaler, self._around, plain
         )
 
     # passes over data

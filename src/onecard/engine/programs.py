@@ -142,7 +142,7 @@ def _recorded(engine: Any, mode: str, serial: bool, batch_size: int | None) -> R
         model, loss, optimizers = engine._skeleton.made(serial)
         parts = steps.EngineParts(model, loss, optimizers, engine.metrics, engine.clip_grad_norm, None, engine._around)
         place = engine.arranged(parts, strategy)
-        parts.scaler = scaler_of(strategy, torch.device("cpu"))
+        parts.scaler, parts.plain = scaler_of(strategy, torch.device("cpu")), place.plain and not serial
         for optimizer in optimizers if parts.scaler is not None else ():
             skips_on_device(optimizer)
         feed = _feed(engine, like, place, batch_size).mapped(place.lay_out)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from onecard._torch.names import tree_map
 from onecard.engine.metrics import EngineMetric, spread
 from onecard.errors import EngineError
-from onecard.tensor import DistTensor, unshard
+from onecard.tensor import DistTensor, one_card_random, unshard
 
 MODES = ("train", "eval", "predict")
 
@@ -31,6 +31,7 @@ class EngineParts:
     clip: float | None = None
     scaler: Any = None
     lists: Callable[[], AbstractContextManager[Any]] | None = None
+    plain: bool = False  # nothing is distributed: random numbers are drawn as if it were
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -39,6 +40,7 @@ class EngineParts:
 
     def named(self, step: Any, mode: str) -> Callable[..., Any]:
         """A step that calls its objects as the user does, in its recording and in files."""
+        step = _drawn_alike(step) if self.plain else step
         step.__name__ = f"{mode} step of {type(self.model).__name__}"
         optimizers = self.optimizers if mode == "train" else ()
         numbers = [""] if len(optimizers) == 1 else range(len(optimizers))
@@ -112,6 +114,16 @@ def predict_step(parts: EngineParts) -> Callable[..., Any]:
 
 
 STEPS = {"train": train_step, "eval": eval_step, "predict": predict_step}
+
+
+def _drawn_alike(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step on one rank that draws what it draws on several; also in backward, where blocks are computed again."""
+
+    def drawing(*args: Any) -> Any:
+        with one_card_random():
+            return step(*args)
+
+    return drawing
 
 
 def _forward(parts: EngineParts, grad: bool = True) -> Callable[..., tuple[Any, Tensor]]:

@@ -46,6 +46,10 @@ class Link:
         return self.latency + sent / self.bandwidth if sent else 0.0
 
 
+HOST = ("to_host", "host_memory")
+"""Rates of a host's memory, which are 0 where it is the rank's own."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # plans are found by it: by identity, that costs nothing
 class Machine:
     """What the cost model knows of a device and its links.
@@ -64,6 +68,8 @@ class Machine:
         uneven: how many times as long it takes until all ranks have computed as it takes a rank on average; what is more than 1
             is waited for at the messages.
         per_host: ranks on one host, counted from rank 0; 0 if all are. A mesh axis that crosses hosts goes at ``between_hosts``.
+        to_host: bytes a second from a rank's memory to its host's, and as many back; 0 where they are one.
+        host_memory: bytes a second that a rank reads and writes there, while all ranks of the host do; 0 where ``to_host`` is.
         links: by the name of a mesh axis, where it is told; else the two above.
         kernels: how near kernels come to these peaks (``Machine.preset("A100")``); None: they are reached.
         curves: measured seconds by size, for families of operators and kinds of messages (``graph/families.py``); where there is
@@ -96,6 +102,8 @@ class Machine:
     beside: float = 1.0
     uneven: float = 1.0
     per_host: int = 0
+    to_host: float = 0.0
+    host_memory: float = 0.0
     links: Mapping[str, Link] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
     source: str = ""
@@ -104,8 +112,13 @@ class Machine:
     def __post_init__(self) -> None:
         dtypes = {f"dtypes[{name!r}]": rate for name, rate in self.dtypes.items()}
         rates = {name: getattr(self, name) for name in ("bandwidth", "between_hosts", "memory", "flops")}
-        amounts = {name: getattr(self, name) for name in ("latency", "launch", "capacity", "per_host")}
+        amounts = {name: getattr(self, name) for name in ("latency", "launch", "capacity", "per_host", *HOST)}
         _check("Machine", {**rates, **dtypes}, amounts)
+        if (self.to_host > 0) is not (self.host_memory > 0):
+            raise CostError(
+                f"Machine: to_host={self.to_host:g} and host_memory={self.host_memory:g}: give both rates, or neither where the "
+                "host's memory is the rank's own"
+            )
 
     @staticmethod
     def preset(name: str, peak: bool = False) -> Machine:
@@ -312,8 +325,11 @@ PRESETS = {
         memory=2.039e12,
         bandwidth=3e11,
         between_hosts=2.5e10,
+        to_host=3.2e10,
+        host_memory=5.1e10,
         source="NVIDIA A100 Tensor Core GPU data sheet (SXM, 80 GB): dense rates; NVLink 600 GB/s, half of it each way. Between "
-        "hosts: DGX A100 data sheet, one 200 Gb/s adapter for each GPU",
+        "hosts: DGX A100 data sheet, one 200 Gb/s adapter for each GPU. The host: PCIe 4 x16, and of 16 channels of DDR4-3200 "
+        "the eighth part",
     ),
     "H100": _sxm(
         "H100",
@@ -322,8 +338,11 @@ PRESETS = {
         memory=3.35e12,
         bandwidth=4.5e11,
         between_hosts=5e10,
+        to_host=6.4e10,
+        host_memory=7.6e10,
         source="NVIDIA H100 Tensor Core GPU data sheet (SXM5): rates without sparsity; NVLink 900 GB/s, half of it each way. "
-        "Between hosts: DGX H100 data sheet, one 400 Gb/s adapter for each GPU",
+        "Between hosts: DGX H100 data sheet, one 400 Gb/s adapter for each GPU. The host: PCIe 5 x16, and of 16 channels of "
+        "DDR5-4800 the eighth part",
     ),
     "H200": _sxm(
         "H200",
@@ -332,8 +351,11 @@ PRESETS = {
         memory=4.8e12,
         bandwidth=4.5e11,
         between_hosts=5e10,
+        to_host=6.4e10,
+        host_memory=7.6e10,
         source="NVIDIA H200 Tensor Core GPU data sheet (SXM): rates without sparsity; NVLink 900 GB/s, half of it each way. "
-        "Between hosts: DGX H200 data sheet, one 400 Gb/s adapter for each GPU",
+        "Between hosts: DGX H200 data sheet, one 400 Gb/s adapter for each GPU. The host: PCIe 5 x16, and of 16 channels of "
+        "DDR5-4800 the eighth part",
     ),
 }
 """Rates of a data sheet are peaks: a step takes longer than priced with them."""

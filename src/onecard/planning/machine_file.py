@@ -12,14 +12,18 @@ from typing import Any
 import torch
 
 from onecard.errors import CostError, PlanError
-from onecard.machine.cost import MACHINE, PRESETS, Link, Machine
+from onecard.machine.cost import HOST, MACHINE, PRESETS, Link, Machine
 from onecard.machine.kernels import Kernels
 from onecard.planning import json_text
 from onecard.planning.json_text import Located
 from onecard.planning.wanted import spoken
 
 VERSION = 1
-_MAY_BE_NONE = ("latency", "launch")  # seconds; all else is a rate, a share or a size
+_MAY_BE_NONE = (
+    "latency",
+    "launch",
+    *HOST,
+)  # seconds, and rates of what may not be there; all else is a rate, a share or a size
 
 
 def save_machine(machine: Machine, path: str | Path) -> None:

@@ -166,17 +166,24 @@ class TrainingState:
     # -- the optimizer ---------------------------------------------------------------------------------------------------
 
     def update(self, piece: PieceCost) -> float:
-        """Seconds of Adam's update, and of what Python does for parameters that are divided, where that was measured."""
+        """Seconds of Adam's update, and of what Python does for parameters that are divided, where that was measured.
+
+        With the states in the host's memory it runs there: gradients are copied to it, and parameters back.
+        """
         each = self._touched()
         share, of_experts = (self.shards, self.expert_shards) if self.plan.zero else (1, 1)
         host = 0.0
         if share > 1 and DIVIDED in self.machine.curves:
             host = len(piece.tensors) * read(self.machine.curves[DIVIDED], 1)
-        if "adamw" in self.machine.curves:
+        on_host = self.plan.offload and self.machine.to_host > 0
+        if "adamw" in self.machine.curves and not on_host:
             curve = self.machine.curves["adamw"]
             more = sum(read(curve, n * each / of_experts) - read(curve, n * each / share) for n in piece.expert_tensors)
             return host + sum(read(curve, n * each / share) for n in piece.tensors) + more
         mine = (piece.parameters - piece.experts) / share + piece.experts / of_experts
+        if on_host:
+            copied = size(self.plan.gradients) + size(self.plan.parameters)
+            return host + mine * (copied / self.machine.to_host + each / self.machine.host_memory)
         return host + self.machine.copy(mine * each)
 
     def _touched(self) -> int:

@@ -36,7 +36,10 @@ aten = torch.ops.aten
 
 
 def _each_finite(made: fx.Graph, names: dict[fx.Node, fx.Node], node: fx.Node, groups: dict[Any, list[int]]) -> None:
-    """A scaler's check: each rank looks at its gradients, and all learn of what it has found."""
+    """A scaler's check: each rank looks at its gradients, and all learn of what it has found.
+
+    What is found stays one, however many find it: kernels of optimizers skip at one, not at two.
+    """
     args: Any = node.args
     grads, found, scale = args
     for ranks, members in groups.items():
@@ -47,7 +50,7 @@ def _each_finite(made: fx.Graph, names: dict[fx.Node, fx.Node], node: fx.Node, g
         if ranks is not None:
             for n in (mine, one, said):
                 n.meta["ranks"] = ranks
-        names[node] = added(made, node, aten.add_.Tensor, names[found], said)
+        names[node] = added(made, node, aten.clamp_min_.Tensor, names[found], said)
 
 
 def _groups(node: fx.Node, places: NodeRanks) -> dict[Ranks | None, list[int]]:

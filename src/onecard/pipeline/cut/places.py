@@ -2,7 +2,7 @@
 
 A stage's nodes run where the stage is. What runs once (clipping, the optimizer) runs where its operands are: a parameter, its
 gradient and its states are on the ranks of the stages that read the parameter. What needs values of several stages, such as the
-norm of all gradients, runs on every rank that wants it, and its operands are sent there.
+norm of all gradients, runs on every rank that wants it, and its operands are sent there. A scaler's scale is kept by all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.errors import RecordingError
 from onecard.pipeline.cut.parts import ProgramOrder, part_of
-from onecard.static.passes.once import words
+from onecard.static.passes.once import is_scale, words
 from onecard.static.step.memory import effects
 
 Ranks = frozenset[int]
@@ -321,7 +321,7 @@ def is_free(node: fx.Node) -> bool:
 
 
 def _is_everywhere(node: fx.Node) -> bool:
-    return "input" in node.meta and node.meta["input"].kind in _ALONE
+    return "input" in node.meta and (node.meta["input"].kind in _ALONE or is_scale(node))
 
 
 def _lists(node: fx.Node) -> list[Any]:

@@ -65,9 +65,9 @@ class Capture:
         self.before, self.phases = Before(is_watched) if replayed else Before(), Phases()
         self.recorder = Recorder(self.before, self.phases, ask, rows)
         self._replayed = replayed
+        # Of what nobody replays nobody will say what it leaves.
+        self.leaves_nothing = self.recorder.guesses = not replayed
         self.taken_back = False
-        self.leaves_nothing = not replayed  # of what nobody replays nobody will say what it leaves
-        self.recorder.guesses = not replayed
         self.left: list[Any] = []  # keys under which the step has put tensors where there was nothing
         self.numbers: dict[fx.Node, tuple[Any, ...]] = {}  # the places of numbers, by their nodes
         self._tagged: dict[tuple[Any, ...], Any] = {}
@@ -78,8 +78,7 @@ class Capture:
     def undone(self, sketched: bool = False) -> Undo:
         """What takes the step back that will run; ``sketched``: it is written down without being done."""
         undo = Undo(self.before)
-        self.taken_back = True
-        self.recorder.about_to_write = undo.note
+        self.taken_back, self.recorder.about_to_write = True, undo.note
         if sketched:
             self.recorder.sketch, self.recorder.computes = Sketch(self.before.had, undo.note), False
             self.recorder.about_to_write = self.recorder.sketch.writes
@@ -98,7 +97,8 @@ class Capture:
             made_before, self.before.others = self.before.others, []
             self.ran = Ran(fn, self.leaves, self.before.had, self._found, made_before)
         sketched = recorder.sketch is not None
-        held = HeldValues([fn, *self.leaves, *(root for _, root in self.given_roots)]) if sketched else None
+        held = HeldValues([fn, *self.leaves, *(root for _, root in self.given_roots)]) if self.taken_back else None
+        ended = False
         recorded.recorder = recorder
         try:
             for _, root in self.given_roots:
@@ -117,12 +117,13 @@ class Capture:
                 result = fn(*args, **kwargs)
                 settle_left((result, self.before.gradients_now()))
             recorder.random.end()
+            ended = True
         finally:
             recorded.recorder = None
             self._restore()
             replaced = put_back(self.seen, self.phases.optimizers) if sketched else None
-            lost = held.back() if held is not None else []
-            if held is not None and self.leaves_nothing:
+            lost = held.back() if held is not None and sketched else []
+            if held is not None and (self.leaves_nothing or not ended):
                 self.phases.put_buffers_back()
                 held.all_back()
         if replaced is not None:
@@ -375,6 +376,5 @@ class Capture:
     def _number_input(self, place: tuple[Any, ...]) -> Input:
         where: Where = place
         if place[0] == "group":
-            r = next(r for r, (_, root) in enumerate(self.places.roots) if root is place[1])
-            where = ("group", r, *place[2:])
+            where = ("group", next(r for r, (_, x) in enumerate(self.places.roots) if x is place[1]), *place[2:])
         return Input("number", self.places.name(where), where)

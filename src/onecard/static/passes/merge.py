@@ -18,7 +18,7 @@ from onecard.errors import RecordingError
 from onecard.rules.call import schema_of
 from onecard.static.passes.adding import added
 from onecard.static.passes.count_chain import AFTER, AVERAGE, EACH, SUM
-from onecard.static.passes.once import Once, cut, phase_of, words
+from onecard.static.passes.once import Once, cut, is_scale, phase_of, words
 from onecard.static.passes.whole_counts import is_whole
 from onecard.static.step.nodes import copied_to
 from onecard.static.step.order import only_names
@@ -80,6 +80,7 @@ class _Merge:
         self.out: Any = next(iter(reversed(graph.nodes))).args[0]
         self.results = dict.fromkeys(range(len(self.out))) if results is None else results
         self.batch = next((n for n in graph.nodes if n.op == "placeholder" and cut(n)), None)
+        self.begun = _scaled(graph, self.once) if average else {}
         self.nodes = list(graph.nodes)
         self._inputs()
         wanted = self._gradients()
@@ -159,6 +160,9 @@ class _Merge:
             if node.op == "call_function" and not (node in self.once.tail or node in self.once.head or is_whole(node)):
                 names[node] = copied_to(self.made, node, names.__getitem__)
                 names[node].meta["microbatch"] = number
+                if self.begun.get(node):
+                    names[node] = made = added(self.made, node, aten.mul.Tensor, names[node], 1 / self.k)
+                    made.meta.update(microbatch=number, part=node.meta.get("part"))
                 for gradient in wanted.get(node, ()):
                     self._add(gradient, names[gradient], node)
 
@@ -197,7 +201,7 @@ class _Merge:
             return made
 
         total = mine if before is None else sums(aten.add.Tensor, before, mine)
-        if number == self.k - 1 and self.average:
+        if number == self.k - 1 and self.average and gradient not in self.begun:
             total = sums(aten.mul.Tensor, total, 1 / self.k)
         if total is not mine and "spec" in gradient.meta:
             total.meta["spec"] = gradient.meta["spec"]
@@ -284,6 +288,23 @@ class _Merge:
         for part in parts[1:]:
             total = added(self.made, node, aten.add.Tensor, total, part)
         return added(self.made, node, aten.mul.Tensor, total, 1 / self.k) if mean else total
+
+
+def _scaled(graph: fx.Graph, once: Once) -> dict[fx.Node, bool]:
+    """Where a scaler's backward passes begin, and (False) what comes of it: what is divided by ``k`` there is so in all of it.
+
+    A loop divides the loss, ``scaler.scale(loss / k)``. Divided at their end only, float16 gradients would be infinite at scales
+    ``k`` times smaller, and other steps would be skipped.
+    """
+    found: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        if phase_of(node) != "backward" or node in once.tail:
+            continue
+        if node.target is aten.mul.Tensor and any(is_scale(n) for n in node.all_input_nodes):
+            found[node] = not any(n in found for n in node.all_input_nodes)
+        elif any(n in found for n in node.all_input_nodes):
+            found[node] = False
+    return found
 
 
 def _is_in_place(node: fx.Node) -> bool:

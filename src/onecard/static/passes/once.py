@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
 from onecard.errors import RecordingError
@@ -17,6 +18,7 @@ from onecard.static.step.order import only_names
 
 _PROGRAM = "program"  # memory of the program's own: two tensors of it may share it
 _ALONE = ("argument", "constant")
+_UPDATES = torch.ops.aten._amp_update_scale_.default
 
 
 def cut(node: fx.Node) -> bool:
@@ -180,6 +182,11 @@ class Once:
         return {
             _PROGRAM if r.op == "placeholder" and "tensor" in r.meta and _kind(r) not in _ALONE else r for r in roots
         }
+
+
+def is_scale(node: fx.Node) -> bool:
+    """Whether an input is a scaler's, by which gradients are multiplied, or its count of steps without an infinity."""
+    return node.op == "placeholder" and any(n.target is _UPDATES and node in n.args[:2] for n in node.users)
 
 
 def _no_backward(stepping: list[fx.Node]) -> RecordingError:
