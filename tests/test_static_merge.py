@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard import fleet
-from onecard.comm.issue import again
+from onecard.comm.issue import again, staged
 from onecard.errors import RecordingError
 from onecard.testing import run_ranks
 
 R, S = oc.Replicate(), oc.Shard
-ROWS, CALLS = 12, 4
+ROWS, CALLS, LAST = 12, 4, "4"
 
 
 def network(norm: type[nn.Module] = nn.LayerNorm, drop: float = 0.0) -> nn.Sequential:
@@ -186,9 +186,11 @@ def test_merged_in_half_with_a_scaler(dtype: torch.dtype) -> None:
         torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True)
 
 
-def scaled_in_stages(parts: int = 1) -> list[float]:
-    """Losses, and the scale after each step, which all ranks have; what is infinite on several stages skips the step on all."""
+def scaled_in_stages(parts: int = 1, frozen: str = "") -> tuple[list[float], list[Any]]:
+    """Losses, and the scale after each step, which all ranks have; and what is sent, but for microbatches."""
     model = network(drop=0.0)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not frozen or not name.startswith(frozen))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
 
@@ -207,16 +209,27 @@ def scaled_in_stages(parts: int = 1) -> list[float]:
 
     run = step if parts > 1 else oc.to_static(step, stages=oc.Stages(2))
     torch.manual_seed(4)
-    return [x for batch in batches() * 3 for x in (run(*batch).item(), scaler.get_scale())]
+    found = [x for batch in batches() * 3 for x in (run(*batch).item(), scaler.get_scale())]
+    nodes = run.recordings[0].graph.nodes if parts == 1 else ()
+    sends = [n.args[0] for n in nodes if n.target in (staged.send, staged.send_packed)]
+    given = [tuple(x.meta["tensor"][0]) for xs in sends for x in (xs if isinstance(xs, list) else [xs])]
+    return found, [shape for shape in given if shape[:1] != (ROWS // 2,)]
+
+
+def trained_in_part() -> Any:
+    """Both stages train; and the first one alone, whose gradients are looked at where they are."""
+    return scaled_in_stages(), scaled_in_stages(frozen=LAST)
 
 
 @pytest.mark.share(2)
 def test_a_scale_that_is_too_large_in_stages() -> None:
-    expected, found = scaled_in_stages(2), run_ranks(scaled_in_stages, 2)
-    assert expected[1] < 2.0**20, "the first step is skipped"
-    assert len({*expected[1::2]}) > 2 and expected[-1] == expected[-3], "others are, and not all"
-    for mine in found:
-        assert mine == pytest.approx(expected, rel=1e-5)
+    wanted = scaled_in_stages(2)[0], scaled_in_stages(2, LAST)[0]
+    assert wanted[0][1] < 2.0**20, "the first step is skipped"
+    assert len({*wanted[0][1::2]}) > 2 and wanted[0][-1] == wanted[0][-3], "others are, and not all"
+    for rank, found in enumerate(run_ranks(trained_in_part, 2)):
+        for (mine, sent), expected in zip(found, wanted, strict=True):
+            assert mine == pytest.approx(expected, rel=1e-5)
+        assert rank or not any(sent), "no gradient: whether one is infinite, and the loss"
 
 
 @pytest.mark.share(1)

@@ -20,7 +20,7 @@ def by_place(graph: fx.Graph, places: NodeRanks) -> fx.Graph:
     taken: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     for node in graph.nodes:
         groups = _groups(node, places)
-        if len(groups) > 1:
+        if len(groups) > 1 or (node.target is _FINITE and any(r not in (None, places.all) for r in groups)):
             taken[node] = _apart(made, names, node, groups)
         elif node.target is operator.getitem and node.args[0] in taken:
             maker, i = taken[node.args[0]][node.args[1]]
