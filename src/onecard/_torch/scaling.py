@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from onecard._torch.names import no_fakes
+
 
 def scales_itself(optimizer: Any) -> bool:
     """Whether its step takes the scale and the infinities (fused), and a scaler does not call ``unscale_`` for it."""
@@ -20,6 +24,11 @@ def has_checked(scaler: Any) -> bool:
     return any(state["found_inf_per_device"] for state in scaler._per_optimizer_states.values())
 
 
-def has_begun(scaler: Any) -> bool:
-    """Whether its scale is there as a tensor, which the first loss makes; one that is switched off needs none."""
-    return not scaler.is_enabled() or scaler._scale is not None
+def begun(scaler: Any, device: torch.device) -> list[torch.Tensor]:
+    """Its scale and its count, which the first loss makes if they are not there yet; none of one that is switched off."""
+    if not scaler.is_enabled():
+        return []
+    if scaler._scale is None:
+        with no_fakes():
+            scaler.scale(torch.zeros((), device=device))
+    return [scaler._scale, scaler._growth_tracker]

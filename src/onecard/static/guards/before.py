@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from onecard._torch import names as _torch
+from onecard._torch.scaling import begun
+from onecard.comm.world.world import device
 from onecard.static.guards import frozen
 from onecard.static.step.facts import takes_gradients
 from onecard.tensor.dist_tensor import DistTensor
@@ -58,6 +61,8 @@ class Before:
                 states = [(p, held) for p, held in x.state.items() if isinstance(held, dict)]
                 self.states[id(x)] = {id(p): plain_states(held) for p, held in states}
                 self.kept[id(x)] = {id(p): {k: id(v) for k, v in held.items()} for p, held in states}
+            elif isinstance(x, GradScaler):
+                found += begun(x, device())
             else:
                 self.still[id(x)] = values_of(x)
                 self.buffers[id(x)] = {name: id(buffer) for name, buffer in x._buffers.items()}
@@ -121,7 +126,7 @@ def alive(*wanted: frozen.Kinds) -> list[list[Any]]:
 
 
 def _is_held(kind: type) -> bool:
-    return issubclass(kind, (Tensor, Optimizer, nn.Module))
+    return issubclass(kind, (Tensor, Optimizer, nn.Module, GradScaler))
 
 
 def _none(kind: type) -> bool:

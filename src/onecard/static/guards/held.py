@@ -16,15 +16,12 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onecard._torch.fakes import is_fake
-from onecard._torch.scaling import has_begun
-from onecard.comm.world.world import device
 from onecard.static.guards.lookup import installed, users
 from onecard.static.guards.unchanged import copied
 
@@ -104,10 +101,6 @@ class HeldValues:
             if users(module) and not installed(module):  # libraries keep no counts there
                 self._spaces.append((x, set()))
             return []
-        if isinstance(x, GradScaler) and not has_begun(x):
-            x.scale(
-                torch.zeros((), device=device())
-            )  # its scale is made at first use, which is no change of the step's
         if isinstance(x, nn.Module | types.SimpleNamespace | _COUNTING) or users(str(type(x).__module__)):
             return self._of_object(x)
         return []
