@@ -48,6 +48,30 @@ def test_fit_stopped_and_resumed_as_on_one_card(tmp_path: Path) -> None:
             assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-6)
 
 
+def _short_last(stages: int) -> Any:
+    """Losses, accuracies and predictions where the last batch has three rows, then one: fewer than ranks divide evenly."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
+    model, found = nn.Sequential(*layers), []
+    strategy = {"pipeline": {"enable": True, "degree": stages, "accumulate_steps": 2}} if stages > 1 else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = oc.Engine(model, nn.CrossEntropyLoss(), optimizer, [oc.Accuracy()], strategy)
+    data = [(torch.randn(6), i % 3) for i in range(19)]
+    for count in (19, 17):
+        how: Any = {"batch_size": 8, "verbose": 0}
+        found += engine.fit(data[:count], epochs=2, shuffle=False, **how).losses
+        found += engine.evaluate(data[:count], **how).values()
+        found += torch.cat([torch.as_tensor(p) for p in engine.predict(data[:count], **how)]).flatten().tolist()
+    return found
+
+
+@pytest.mark.share(1)
+def test_a_last_batch_that_ranks_do_not_divide() -> None:
+    wanted = torch.tensor(_short_last(1))
+    for found in run_ranks(_short_last, 4, 2, timeout=120.0):
+        assert torch.allclose(torch.tensor(found), wanted, rtol=1e-5, atol=1e-6)
+
+
 def _of_classes(pipeline: bool) -> list[float]:
     """Losses of training and of what follows, of a loss that weighs classes in two ways."""
     torch.manual_seed(0)

@@ -238,6 +238,8 @@ class _Merge:
         if is_whole(node):
             return self.each[0][node]
         parts = self._as_left(node)
+        if self.k == 1:
+            return parts[0]
         facts = node.meta.get("tensor")
         if facts is not None and i in self.results:
             shape, _, dtype, _ = facts

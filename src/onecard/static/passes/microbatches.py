@@ -102,6 +102,8 @@ class Microbatches:
 
     def _first(self, x: Tensor, name: str) -> Tensor:
         local = x._local if isinstance(x, DistTensor) else x
+        if self.k_steps == 1 and not x.requires_grad:  # it is the batch, however it is divided
+            return x
         rows, rest = divmod(local.shape[0], self.k_steps)
         if rest or not rows:
             raise RecordingError(
