@@ -181,3 +181,19 @@ def test_a_pending_source_is_cut_before_it_leaves():
     mesh = oc.ProcessMesh([0, 1], ["x"])
     assert reduced_source(Layout.of(mesh, 2, [oc.Partial()]), (2, 6)) is Layout.of(mesh, 2, [oc.Shard(1)])
     assert reduced_source(Layout.of(mesh, 1, [oc.Partial()]), (1,)) is Layout.of(mesh, 1, [oc.Replicate()])
+
+
+def test_seconds_of_a_rank_are_of_what_it_sends_or_takes_and_nothing_else():
+    """Ranks 0 and 1 swap halves of which one stays, rank 2 has its part already."""
+    one, other = (oc.ProcessMesh(ranks, ["x"]) for ranks in ([0, 1, 2], [1, 0, 2]))
+    layouts = [Layout.make(mesh, ((0,), ()), ()) for mesh in (one, other)]
+    plan = plan_transfer((6, 5), 4, *layouts)
+    kept = [p for p in plan.pieces if p.sender == p.receiver]
+    assert [p.sender for p in kept] == [2], "one piece moves nowhere"
+    moved = MACHINE.message(2 * 5 * 4, 0)
+    assert [plan.seconds_of(rank, MACHINE) for rank in range(4)] == [
+        moved,
+        moved,
+        MACHINE.message(0, 0),
+        MACHINE.message(0, 0),
+    ]

@@ -14,6 +14,7 @@ from onecard.rules import Form
 from onecard.rules.register import unproved
 from onecard.rules.registry import rows
 from onecard.rules.stated import check_row
+from onecard.rules.table import softmax
 from onecard.tensor.dispatch import first_calls
 from onecard.tensor.dispatch.entry import programs
 from onecard.testing import assert_close, multirank
@@ -259,3 +260,14 @@ def test_a_rule_returned_as_a_form_is_checked_too():
     oc.register_rule(centre)(lambda call: Form("a b -> c b"))
     with pytest.raises(RuleError, match=r"factor 'c' of result 0"):
         centre(oc.shard_tensor(X, oc.ProcessMesh([0], ["x"]), [oc.Replicate()]))
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_softmax_that_takes_half_and_gives_float(log):
+    """What autocast asks of a GPU's kernel; the CPU's refuses it, so that no operator of this machine can be the reference."""
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).half()
+    body, whole = (softmax._log_softmax, torch.log_softmax) if log else (softmax._softmax, torch.softmax)
+    for wide in (True, False):
+        found = body(x, 1, wide)
+        assert found.dtype == (torch.float32 if wide else torch.float16)
+        torch.testing.assert_close(found, whole(x.float(), 1).to(found.dtype))
