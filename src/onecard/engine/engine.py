@@ -17,7 +17,7 @@ from onecard.engine import again, full, lists, loop, made_of, programs, refused,
 from onecard.engine import step as steps
 from onecard.engine.loaders import EngineLoader, loader_of
 from onecard.engine.metrics import held
-from onecard.engine.options import scaler_of, skips_on_device, static_options
+from onecard.engine.options import pipeline_degree, scaler_of, skips_on_device, static_options
 from onecard.engine.placing import MeshPlace, in_16_bits, placed
 from onecard.engine.specs import Feed, Splitter, specs_of
 from onecard.engine.strategy import Strategy
@@ -316,7 +316,11 @@ class Engine:
         return steps_of_mode[key]
 
     def _parts(self) -> steps.EngineParts:
-        plain = self._place is not None and self._place.plain
+        plain = (
+            self._place is not None
+            and self._place.plain
+            and pipeline_degree(self.strategy, world.get_world_size(), None) == 1
+        )
         return steps.EngineParts(
             self.model, self.loss, self._optimizers, self.metrics, self.clip_grad_norm, self.scaler, self._around, plain
         )

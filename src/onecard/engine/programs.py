@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from onecard.comm.world import world
 from onecard.comm.world.pretend import pretend
 from onecard.engine import step as steps
-from onecard.engine.options import scaler_of, skips_on_device, static_options
+from onecard.engine.options import pipeline_degree, scaler_of, skips_on_device, static_options
 from onecard.engine.placing import MeshPlace
 from onecard.engine.specs import Feed
 from onecard.engine.strategy import Strategy
@@ -142,7 +142,10 @@ def _recorded(engine: Any, mode: str, serial: bool, batch_size: int | None) -> R
         model, loss, optimizers = engine._skeleton.made(serial)
         parts = steps.EngineParts(model, loss, optimizers, engine.metrics, engine.clip_grad_norm, None, engine._around)
         place = engine.arranged(parts, strategy)
-        parts.scaler, parts.plain = scaler_of(strategy, torch.device("cpu")), place.plain and not serial
+        parts.scaler, parts.plain = (
+            scaler_of(strategy, torch.device("cpu")),
+            place.plain and pipeline_degree(strategy, ranks, None) == 1 and not serial,
+        )
         for optimizer in optimizers if parts.scaler is not None else ():
             skips_on_device(optimizer)
         feed = _feed(engine, like, place, batch_size).mapped(place.lay_out)

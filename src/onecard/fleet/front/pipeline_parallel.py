@@ -55,6 +55,7 @@ class PipelineParallel(DistributedModel):
         self._steps = strategy.pipeline_configs["accumulate_steps"]
         self._size = strategy.pipeline_configs["micro_batch_size"]
         self._plans: dict[int, Schedule] = {}
+        self.begins: Callable[[], None] = lambda: None  # called before a batch, which no hook of a forward is
         self._elsewhere = LayersElsewhere(module.descs, module.parameters())
         routed = has_routers(module, module.group)
         self._runner = Runner(
@@ -114,6 +115,7 @@ class PipelineParallel(DistributedModel):
         sizes = self._sizes(batch_size(inputs))
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._runner.device))
         self._begin()
+        self.begins()
         self._elsewhere.begin()
         weights = self._weights(labels, sizes)
         with _weighed(weights):

@@ -139,6 +139,7 @@ def _total(torchs: Callable[..., Any]) -> Callable[..., Any]:
                 f"get_total_norm: of {len(listed)} tensors {len(owners)} are gradients of fleet's parameters, of which a rank "
                 "has parts, and others are none: ask for the norm of the gradients alone ([p.grad for p in model.parameters()])"
             )
+        hooks.sync(owners)
         norm = _norm_of(owners, norm_type, "get_total_norm")
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}")

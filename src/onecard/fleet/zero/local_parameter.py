@@ -45,6 +45,16 @@ class PlainParameter:
         self.hooks: OrderedDict[int, tuple[Callable[[Any], Any], Any]] = OrderedDict()
         self.memory = p.detach() if whole else None
 
+    def given(self, p: Any) -> None:
+        """A program has given the parameter, or its twin, other data; of another kind (``model.half()``): at the next forward."""
+        if self.memory is not None and all(alike(x, self.memory) for x in (p, self.twin)):
+            mend(p, self.twin, self.owner.names[id(p)])
+
+    def lent(self) -> None:
+        """A program has the memory of the parameter, which may be one that is emptied again: it stays the program's."""
+        if self.memory is None:
+            self.owner.blocks.lend(self.twin)
+
     def accumulated(self) -> None:
         """The twin has its gradient."""
         for call, of in [*self.hooks.values()]:
@@ -92,6 +102,17 @@ class _Handing:
     def grad(self) -> None:
         of_local(self).twin.grad = None
 
+    @property
+    def data(self) -> Tensor:
+        """The same values outside autograd; who is given them may keep them."""
+        of_local(self).lent()
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        of_local(self).given(self)
+
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """As of any tensor; the hook is given the whole gradient, a distributed tensor."""
         return Tensor.register_hook(self, of_local(self).of_whole(hook))  # type: ignore[arg-type]
@@ -135,6 +156,13 @@ def become_local(p: Any, twin: Any, owner: Any, whole: bool) -> None:
     kind: Any = type(p)
     p.__class__ = _kind(kind)
     plain = weakref.ref(p)
+    take = twin._take
+
+    def taken(value: Any) -> None:
+        take(value)
+        local.given(plain())
+
+    twin._take = taken
     twin.register_hook = lambda call: plain().register_hook(call)  # type: ignore[union-attr]
     twin.register_post_accumulate_grad_hook = lambda call: local.later(call, twin)
 
@@ -170,31 +198,41 @@ def twin_parameter(p: nn.Parameter, mesh: Any) -> Any:
 def mend(p: Any, twin: Any, name: str) -> None:
     """A plain parameter and its twin have one memory again, if a program gave one of them another (``p.data = ...``).
 
+    It is the one that was given, as on one card: what they had before may be the program's (``backup = p.data``).
+
     Raises:
         FleetError: of another dtype, shape or device.
     """
     local = of_local(p)
-    for value in (
-        p.data if not _same(p, local.memory) else None,
-        twin._local if not _same(twin._local, local.memory) else None,
-    ):
-        if value is None:
-            continue
-        if (
-            value.shape != local.memory.shape
-            or value.dtype != local.memory.dtype
-            or value.device != local.memory.device
-        ):
-            raise FleetError(
-                f"{name} is now {str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}, after "
-                "group_sharded_parallel, whose optimizer has states for what it was: model.to(...) before group_sharded_parallel"
-            )
-        with torch.no_grad():
-            local.memory.copy_(value)
-            p.data = twin._local = local.memory
+    given = [x for x in (p.detach(), twin._local) if not same_memory(x, local.memory)]
+    if given:
+        local.memory = adopted(given[-1], local.memory, name, "group_sharded_parallel")
+        _torch.set_data(p, local.memory)
+        twin._local = local.memory
 
 
-def _same(x: Tensor, memory: Tensor) -> bool:
+def adopted(value: Tensor, had: Tensor, name: str, call: str) -> Tensor:
+    """What a program gave a parameter, as the memory of its twin: itself, or a copy that lies as what it ``had`` before.
+
+    Raises:
+        FleetError: of another dtype, shape or device.
+    """
+    if not alike(value, had):
+        raise FleetError(
+            f"{name} is now {str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}, after "
+            f"{call}, whose optimizer has states for what it was: model.to(...) before {call}"
+        )
+    value = value.detach()
+    return value if value.stride() == had.stride() else torch.empty_like(had).copy_(value)
+
+
+def alike(x: Any, memory: Tensor) -> bool:
+    """Whether a tensor can be in the place of another one."""
+    return (x.shape, x.dtype, x.device) == (memory.shape, memory.dtype, memory.device)
+
+
+def same_memory(x: Tensor, memory: Tensor) -> bool:
+    """Whether two tensors begin at one place."""
     where = [(t.untyped_storage()._cdata, t.storage_offset()) for t in (x, memory)]
     return bool(where[0] == where[1])
 
@@ -262,7 +300,9 @@ class _Gathered(FixedParameters):
         return self[name] if name in self.plain else default
 
     def items(self) -> Any:
+        self._blocks.told()
         return [(name, trained(p)) for name, p in dict.items(self)]
 
     def values(self) -> Any:
+        self._blocks.told()
         return [trained(p) for p in dict.values(self)]

@@ -103,6 +103,8 @@ class Sharded:
             module.__dict__["_parameters"] = places(module._parameters)
             module.__dict__["_modules"] = Layers(module._modules)
         model.register_forward_pre_hook(Hook(lambda *_: self.agree()), prepend=True)
+        if hasattr(model, "begins"):  # a pipeline's
+            model.begins = self.agree  # type: ignore[assignment]
         kind = type(model)
         model.__class__ = type(
             f"GroupSharded{kind.__name__}", (GroupShardedModel, kind), {"__module__": kind.__module__}
@@ -202,6 +204,8 @@ class GroupShardedModel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
         """Of the model, each as the distributed tensor that the optimizer updates."""
+        if self._sharded.blocks is not None:
+            self._sharded.blocks.told()
         for name, p in super().named_parameters(prefix, recurse, remove_duplicate):
             yield name, self._sharded.twins.get(p, p)
 

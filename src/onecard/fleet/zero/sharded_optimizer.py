@@ -19,7 +19,7 @@ from onecard.errors import FleetError
 from onecard.fleet.gradients import holders, hooks, pending, sparse_gradients
 from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.gradients.twins import summand
-from onecard.fleet.zero.local_parameter import twin_parameter
+from onecard.fleet.zero.local_parameter import adopted, same_memory, twin_parameter
 from onecard.fleet.zero.sharded_model import AXIS
 from onecard.fleet.zero.whole import divided
 from onecard.tensor import DistTensor
@@ -92,7 +92,18 @@ class ShardedOptimizer:
             twin.grad = None
         self._hide(optimizer)
 
+    def _follow(self) -> None:
+        """What a program has given a parameter (``p.data = ...``) is its twin's memory, too."""
+        for p, twin in self._twins.items():
+            whole = not any(twin._spec.layout.dims)  # a part is that of a step that was interrupted
+            if whole and not same_memory(p.detach(), twin._local):
+                what = f"a parameter {list(twin.shape)}"
+                twin._local = adopted(p, twin._local, what, "fleet.distributed_optimizer(sharding_degree)")
+                if not same_memory(p.detach(), twin._local):
+                    p.data = twin._local
+
     def _show(self, optimizer: Optimizer) -> None:
+        self._follow()
         for each in optimizer.param_groups:
             for p in each["params"]:
                 if not isinstance(p, DistTensor) and p not in self._twins:

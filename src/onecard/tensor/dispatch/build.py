@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onecard.comm.agree import sparse_check
 from onecard.comm.base.state import machine
-from onecard.comm.issue.groups import check_world
+from onecard.comm.issue.groups import apart, check_world
 from onecard.errors import DispatchError
 from onecard.moves import resharding
 from onecard.place.layout import Layout
@@ -170,11 +170,17 @@ def _decision(case: _Case, aliases: Sequence[Path | None], hinted: dict[int, int
         [(tuple(t.shape), t.element_size()) for t in call.results],
         partial(resharding.seconds, machine=machine.here),
         {i: layouts[call.paths.index(path)] for i, path in enumerate(aliases) if path is not None},
-        [i for i, name in enumerate(call.names) if name in call.schema.written],
+        [i for i, name in enumerate(call.names) if name in call.schema.written or _is_own(case, i)],
         hinted,
         machine.here,
         dtype_of(call),
     )
+
+
+def _is_own(case: _Case, i: int) -> bool:
+    """Whether a plain operand is each rank's own (a loss of its rows), where one rank's may not count for all in a sum."""
+    sums = any(op != "avg" for layout in case.layouts for _, op in layout.pending)
+    return sums and case.mesh in apart.here and not isinstance(case.values[i], DistTensor)
 
 
 def _moves(case: _Case, decision: Decision) -> tuple[Move, ...]:

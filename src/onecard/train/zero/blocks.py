@@ -165,6 +165,18 @@ class ParameterBlocks:
         unit.leave()
         unit.stays = unit.stays or torch.is_grad_enabled()
 
+    def lend(self, x: Any) -> None:
+        """Somebody has the memory in which a parameter is whole, by its part: it is not emptied again, others are filled."""
+        for piece in (piece for unit in self.units if unit.shown for piece in unit.pieces):
+            if piece.x is x:
+                piece.lent = True
+
+    def told(self) -> None:
+        """Parts are as the wholes that the program has written to."""
+        with torch.no_grad():
+            for piece in (piece for unit in self.units if unit.shown and unit.seen_outside for piece in unit.pieces):
+                piece.take_back()
+
     def _begin(self) -> None:
         if _torch.graph_task() < 0:
             for unit in self.units:  # shown since a forward without a backward: the program may have written to it

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onecard import recorded
+from onecard._torch import names as _torch
 from onecard.errors import DispatchError
 from onecard.tensor.buckets import Cut
 from onecard.tensor.spec import Spec
@@ -31,6 +32,7 @@ class GatheredParameter:
         storage = like.untyped_storage()
         self._beside: Any = (storage, like.storage_offset()) if storage.nbytes() > self._nbytes else None
         self._was: Tensor | None = None
+        self.lent = False  # the program has the memory of the whole (``kept = p.data``)
         self._shown_at = self._versions()
         self.forget(False, False)
         self.give_up()
@@ -91,7 +93,7 @@ class GatheredParameter:
     def _give(self, value: Tensor | None) -> None:
         """The plain parameter's memory is that of a tensor, or none."""
         with recorded.unrecorded():
-            self.seen.data = self._buffer.new_empty(0) if value is None else value
+            _torch.set_data(self.seen, self._buffer.new_empty(0) if value is None else value)
         if recorded.recorder is not None:
             recorded.recorder.renamed(self.seen, value)
 
@@ -113,14 +115,24 @@ class GatheredParameter:
                 self.x._local, self.x._spec = self.part, self.cut_spec
         else:
             if shown and written and (recorded.recorder is None or self.was_written()):
-                own, part = Cut(self.x, self.seen.data, self.layout, self.axis, self.dim).own(), self.x._local
-                part.copy_(own if self._was is None else torch.where(part == self._was, own, part))
+                self.take_back()
             self._was = None
             self._give(None)
         self.whole = self._buffer
 
+    def take_back(self) -> None:
+        """The part is as the whole that the module sees, where the program has not written to the part itself."""
+        own, part = Cut(self.x, self.seen.detach(), self.layout, self.axis, self.dim).own(), self.x._local
+        part.copy_(own if self._was is None else torch.where(part == self._was, own, part))
+        if self._was is not None:
+            self._was.copy_(part)
+
     def give_up(self) -> None:
         """The memory of the whole, which nobody of those beside it in it needs either."""
+        if self.lent:
+            self.lent = False
+            self.whole = self._buffer = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
+            self._nbytes = self.whole.untyped_storage().nbytes()
         self._resize(0)
 
     def lie_in(self, flat: Tensor, begin: int) -> None:
