@@ -26,7 +26,7 @@ from onecard.static.capture.unmade import left_unmade, make_all
 from onecard.static.guards.before import changed_itself, still_before
 from onecard.static.guards.numbers import plain
 from onecard.static.passes import RewrittenGraph, StaticOptions, fitting, rewritten, withheld
-from onecard.static.passes.additive import Additive, Verdict
+from onecard.static.passes.additive import Additive, Verdict, is_mean
 from onecard.static.passes.dependence import Doubt
 from onecard.static.passes.microbatches import BatchRows, Microbatches, asks_of_batch
 from onecard.static.recording import Recording
@@ -202,7 +202,7 @@ def _run(
     batch = None if parts is None else WholeBatch(name, fn, leaves, names, tree, roots, options, parts, asked)
     capture = Capture(first, names, roots, options.ask, options.replayed, options.rows)
     capture.recorder.answers = None if asked is None else asked.again()
-    looker = Additive(first) if parts is not None and parts.avg is None else None
+    looker = Additive(first) if parts is not None and parts.avg is not True else None
     undo = None if parts is None else capture.undone(without_data)
     fault: Exception | None = None
     try:
@@ -234,8 +234,22 @@ def _run(
         late = batch.late(recording, calls, whole, first)
         if looker is not None:
             looker.verdict.noted.clear()  # values, which Python's collector would be waited for
+        if parts is not None and parts.avg is False:
+            _tell_multiple(name, parts, seen)
+            seen = None
     everyone = () if parts is None else parts.everyone(recording)
     return _Written(capture, recording, result, batch, seen, late, everyone, without_data)
+
+
+def _tell_multiple(name: str, parts: Microbatches, seen: Verdict | None) -> None:
+    """Of a mean that is asked to be added up: gradients are another multiple of the batch's."""
+    if seen is not None and is_mean(seen) and parts.k_steps > 1:
+        first = "" if parts.sketched else "; those of the first call, which ran as it is, were the batch's"
+        warnings.warn(
+            f"{name}: k_steps={parts.k_steps}, avg=False: the loss is a mean over rows, whose gradients are added up over "
+            f"microbatches: {parts.k_steps} times those of the batch{first}. avg=True, or no avg, averages them",
+            stacklevel=6,
+        )
 
 
 def _check_repeated(capture: Capture, name: str, parts: Microbatches | None) -> None:

@@ -292,7 +292,8 @@ def said(verdict: Verdict, k: int, whole: Collection[int] = ()) -> Iterator[Doub
     if unknown := [kind.where for kind in verdict.losses if kind.how == UNKNOWN]:
         yield _told(
             f"whether the loss of a microbatch is a part of the batch's cannot be told: {unknown[0]} has no rule that says "
-            "whether rows stay apart. Microbatches are averaged, as of a mean: say avg=True if they do"
+            f"whether rows stay apart. Microbatches are averaged, as of a mean; of a sum gradients are 1/{k} of one card's. Say "
+            "avg=True for a mean, avg=False for a sum"
         )
     for kind in verdict.losses:
         if why := _why(kind):
@@ -337,6 +338,11 @@ def in_rows(verdict: Verdict) -> dict[int, int]:
         (i, kind) for i, kind in enumerate(verdict.results) if kind is not None and kind.how == ROWS and not kind.order
     ]
     return {i: kind.degree for i, kind in kinds if kind.dim == 0 and kind.before == 1}
+
+
+def is_mean(verdict: Verdict) -> bool:
+    """Whether a loss is known to be a mean over rows."""
+    return any(kind.how == ADDS and kind.degree == 0 for kind in verdict.losses)
 
 
 def averaged(verdict: Verdict) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from onecard import _deprecated
+from onecard.errors import RecordingError
 from onecard.static.capture import autocast
 from onecard.static.code.segments import check_backend
 from onecard.static.passes.microbatches import Microbatches, asked
@@ -39,6 +40,8 @@ class StaticOptions:
     def __post_init__(self) -> None:
         check_backend(self.backend)
         asked(self.k_steps, self.avg)
+        if isinstance(self.stages, Microbatches) and self.avg is not None and self.stages.avg is (not self.avg):
+            raise RecordingError(f"avg={self.avg} beside stages=, which say avg={self.stages.avg}: say it once")
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -56,7 +59,9 @@ class StaticOptions:
     @property
     def microbatches(self) -> Microbatches | None:
         """What the batch is cut into; None: it is not."""
-        return asked(self.k_steps, self.avg) if self.stages is None else self.stages
+        if self.stages is None:
+            return asked(self.k_steps, self.avg)
+        return self.stages if self.avg is None else replace(self.stages, avg=self.avg)
 
     @property
     def passes(self) -> tuple[str, ...]:

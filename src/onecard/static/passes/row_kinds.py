@@ -123,7 +123,7 @@ class Kinds(RowNumbers):
             return [self._in_time(x, first) for x in call.results]
         if special := self._special(call, given, kinds, first, learns):
             return [special] * count
-        if name in _OF_ELEMENTS:
+        if name in _OF_ELEMENTS or (name in _OF_LAST and first.dim < given[0].dim() - 1):
             return [replace(first, learns=learns)] * count
         bound = bound_of(_undropped(call))
         if bound is None:
@@ -295,8 +295,12 @@ def _is_sum(kind: Kind | None) -> bool:
 
 _FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided")
 _RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
-_OF_ELEMENTS = ("native_dropout", "native_dropout_backward", "_fused_dropout", "_masked_scale")
-"""Of GPUs, most of all; they draw, and have no row."""
+_OF_ELEMENTS = (
+    "native_dropout", "native_dropout_backward", "_fused_dropout", "_masked_scale", "rand_like", "randn_like", "randint_like",
+    "bernoulli", "normal", "poisson", "binomial", "_standard_gamma", "_standard_gamma_grad", "rrelu_with_noise",
+)  # fmt: skip
+_OF_LAST = ("multinomial", "_sample_dirichlet", "_dirichlet_grad")
+"""What draws has no row of the rules: a number for each element, and for what the last dim says."""
 _SIGNS, _SIZES = ("sign", "sgn"), ("abs", "relu")  # of a positive multiple: the same; the same multiple
 _SUMS = ("add", "sub", "rsub")
 _LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
