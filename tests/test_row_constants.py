@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from amounts import PROOF
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 
 import onecard as oc
 from onecard.errors import RecordingError
+from onecard.testing import run_ranks
 
 N, PARTS = 5, [2, 4] if PROOF else [2]
 ROW, TABLE = torch.arange(1.0, N + 1), torch.linspace(-1, 1, 40 * N).view(40, N)
@@ -113,3 +116,26 @@ def test_what_goes_by_rows_is_refused(constant: str, heads: int, k: int) -> None
 @pytest.mark.parametrize(("constant", "heads"), [*((each, 1) for each in ALIKE), *((each, 2) for each in FOLDED)])
 def test_what_is_alike_is_taken(constant: str, heads: int, k: int) -> None:
     assert _losses(constant, heads, k) == pytest.approx(_losses(constant, heads, 1), rel=1e-5)
+
+
+def _recurrent(plan: dict[str, int] | None) -> list[float]:
+    """A recurrent layer, whose products of torch's own go another way for one row than for four."""
+    torch.manual_seed(0)
+    model = nn.GRU(6, 7, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x)[0], y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run: Any = step if plan is None else oc.to_static(step, plan=oc.Plan(**plan))
+    x, y = torch.randn(8, 5, 6), torch.randn(8, 5, 7)
+    return [run(x, y).item() for _ in range(3)]
+
+
+def test_weights_do_not_follow_the_rows_of_a_rank() -> None:
+    for found in run_ranks(_recurrent, 2, {"dp": 2, "microbatches": 4}):
+        assert found == pytest.approx(_recurrent(None), rel=1e-5)

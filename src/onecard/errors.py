@@ -62,6 +62,10 @@ class PlanError(OnecardError, ValueError):
         self.field = field
 
 
+class NoBackward(PlanError):
+    """A function that is to be planned as a step calls no ``backward()``."""
+
+
 class NothingFits(PlanError):
     """No plan of a search fits into the memory of the ranks; says which takes least, and what is missing."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -13,12 +14,13 @@ from torch import nn
 
 from onecard.auto.apply import Applied
 from onecard.auto.entrance import Entrance
+from onecard.comm.base.state import Kept
 from onecard.comm.world import world
 from onecard.engine.again import recompute_in
 from onecard.engine.full import ALWAYS, IN_ONE, OWN_DTYPES
 from onecard.engine.options import static_options
 from onecard.engine.strategy import Strategy
-from onecard.errors import EngineError, PlanError
+from onecard.errors import EngineError, NoBackward, PlanError
 from onecard.planning.fold import block_paths
 from onecard.planning.machine_file import this_machine
 from onecard.planning.plan import Plan
@@ -28,6 +30,9 @@ from onecard.static import api
 from onecard.static.call import name_of
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import all_or_none
+
+_trained: Kept[list[weakref.ref[Any]]] = Kept(list)
+"""Steps of training that plans have laid out, the last one last."""
 
 
 class PlannedStep:
@@ -48,6 +53,7 @@ class PlannedStep:
         self.fn, self.plan, self._options = fn, plan, options
         self._static: api.Static | None = None
         self._entrance: Entrance | None = None
+        self._laid_out: tuple[Strategy, Applied] | None = None
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -65,8 +71,34 @@ class PlannedStep:
         return range(0 if self.plan is None else min(self.plan.world, world.get_world_size()))
 
     def _begun(self, args: Any, kwargs: Any) -> api.Static:
+        trains = self._trained()
         with all_or_none(name_of(self.fn), "plan", self._ranks):
-            parts = parts_of_step(self.fn, args, kwargs, bool(self._options.get("ask")))
+            try:
+                parts = parts_of_step(self.fn, args, kwargs, bool(self._options.get("ask")))
+            except NoBackward:
+                if trains is None:
+                    raise
+                parts = None
+        if parts is None and trains is not None:
+            return self._beside(trains)
+        return self._of_training(parts)
+
+    def _trained(self) -> PlannedStep | None:
+        """The last step of training that was laid out by this plan."""
+        known = (step for each in reversed(_trained.here) if (step := each()) is not None)
+        return next((step for step in known if self.plan in (None, step.plan)), None)
+
+    def _beside(self, trains: PlannedStep) -> api.Static:
+        """A function without gradients runs where the step of training has put the model."""
+        assert trains._laid_out is not None and trains.plan is not None
+        self.plan, self._entrance = trains.plan, trains._entrance
+        strategy, applied = trains._laid_out
+        return api.to_static(
+            self.fn, **{**static_options(strategy, "eval", self.plan.world, applied.mesh), **self._options}
+        )
+
+    def _of_training(self, parts: Any) -> api.Static:
+        with all_or_none(name_of(self.fn), "plan", self._ranks):
             model, optimizers = parts.model, parts.optimizers
             if self.plan is None:
                 self.plan = _found(parts)
@@ -85,6 +117,8 @@ class PlannedStep:
             for optimizer in optimizers:
                 applied.optimizer(optimizer, model)
             self._entrance = Entrance(applied.mesh, applied.batch_axes)
+        self._laid_out = strategy, applied
+        _trained.here.append(weakref.ref(self))
         options = static_options(strategy, "train", plan.world, applied.mesh)
         return api.to_static(self.fn, **{**options, **self._options})
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from onecard.errors import PlanError
+from onecard.errors import NoBackward, PlanError
 from onecard.planning.program import HeardProgram
 from onecard.static.api import Static
 from onecard.static.call import flat, name_of, roots_given
@@ -98,9 +98,10 @@ def _parts(name: str, fn: Any, leaves: Sequence[Any], names: Sequence[str], tree
         capture.settle()
         undo.back()
     if program.model is None or not program.backwards:
-        raise PlanError(
+        raise NoBackward(
             f"plan: {name} is taken for a step, as it takes arguments; it calls no backward() of what a module with parameters "
-            "returns. Want forward, loss.backward() and the optimizer; a function that builds a module takes no arguments"
+            "returns. Want forward, loss.backward() and the optimizer; a function that builds a module takes no arguments. To "
+            "evaluate beside a step of training: to_static(evaluate, plan=plan), called once that step was, with its plan"
         )
     if program.backwards > 1:
         raise PlanError(

@@ -78,6 +78,7 @@ def _as_before(graph: fx.Graph, nodes: list[fx.Node], stages: int) -> list[fx.No
     homes: dict[fx.Node, tuple[int, ...]] = {}
     earlier = False  # also where the first stage has all parameters
     first, calls = nodes[0], calls_of(graph)  # first: of the call that a node is of
+    closed, order, anywhere = in_chains(graph, nodes), {n: i for i, n in enumerate(nodes)}, 0
     for before, node in pairwise([nodes[0], *nodes]):
         first = first if is_one_call(before, node, calls) else node
         known = [s for n in node.all_input_nodes if (s := n.meta.get("stages") or homes.get(n))]
@@ -88,10 +89,15 @@ def _as_before(graph: fx.Graph, nodes: list[fx.Node], stages: int) -> list[fx.No
             homes[node] = known[0]
             continue
         later = [s for s in set(known[0]).intersection(*known[1:]) if s >= len(found)]
-        found += [first] * (min(later) - len(found) if later else 0)
+        at = order[first]
+        while (
+            at in closed and at > anywhere
+        ):  # memory is made ahead of what is written to it: a parameter that is gathered
+            at -= 1
+        found += [first if at in closed else nodes[at]] * (min(later) - len(found) if later else 0)
+        anywhere = order[node] + 1
     if not earlier:
         return []
-    closed = in_chains(graph, nodes)
     last = nodes[max(i for i in range(len(nodes)) if i not in closed)]
     return found + [last] * (stages - 1 - len(found))
 

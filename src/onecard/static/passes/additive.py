@@ -170,7 +170,7 @@ class Additive(DispatchMode):
         given = tensors_of(call, args, kwargs)
         kinds = [self._kind_of(x) for x in given]
         seen = [*map(self.shadows.of, given)]
-        self.kinds.look(call, seen, kinds, [*map(self.shadows.has, given)])
+        self.kinds.look(call, seen, kinds, [*map(self.shadows.made, given)])
         if self.rows == 1:
             return [None] * len(made)  # a dim of one row is no factor: the whole batch tells
         begins = call.schema.name == "ones_like" and given and given[0].numel() == 1 and not self.passes.aside

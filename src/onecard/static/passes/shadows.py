@@ -38,6 +38,7 @@ class Shadows:
         self._in: dict[int, list[weakref.ref[Tensor]]] = {}  # those, by that number
         self._kinds = kinds
         self._empty: Any = WeakIdKeyDictionary()  # made in the step, not written to when it was made
+        self._whole: Any = WeakIdKeyDictionary()  # views of all elements of one of the program's own
         self._lost = set[int]()  # memory of the program's own that the step has written to
 
     def of(self, x: Tensor) -> Tensor:
@@ -49,6 +50,10 @@ class Shadows:
         """Whether the step has made a tensor without the batch, which lies where it was made."""
         known = self._known.get(x)
         return known is not None and known[0] == memory_of(x)
+
+    def made(self, x: Tensor) -> bool:
+        """Whether it may be another for another number of rows: all elements of a weight, as they lie or transposed, are not."""
+        return self.has(x) and x not in self._whole
 
     def _own(self, x: Tensor) -> bool:
         """Whether a tensor is the program's own, as it was before the step."""
@@ -73,6 +78,8 @@ class Shadows:
         lifted = schema.functional in ("lift_fresh", "lift_fresh_copy")  # of Python's numbers
         own = [x for x in given if not self.has(x)]
         known = lifted or (schema.functional not in _GARBAGE and (not own or all(map(self._own, own))))
+        if known and len(given) == 1 and (own or given[0] in self._whole) and _is_all_of(made[0], given[0]):
+            self._whole[made[0]] = True
         if is_real(made[0]):
             if known or fill is not None:
                 self._know(made[0], None)
@@ -118,6 +125,10 @@ class Shadows:
         if kind != "full":
             return _FILLED.get(kind)
         return kwargs.get("fill_value", args[-1])
+
+
+def _is_all_of(x: Tensor, given: Tensor) -> bool:
+    return x.numel() == given.numel() and memory_of(x) == memory_of(given)
 
 
 def _targets(schema: Schema, args: Any, kwargs: Any) -> Iterator[Tensor]:
