@@ -228,6 +228,15 @@ def test_what_if_and_fixed():
     assert found.what_if(**{"zero": found.best.zero}).why == "it is the best one"
 
 
+@pytest.mark.parametrize("field", ["offload", "overlap", "states", "compute"])
+def test_what_if_of_what_a_search_does_not_vary(field):
+    """As if it had been given from the beginning: another price, of another plan."""
+    value = {"offload": True, "overlap": False, "states": "bfloat16", "compute": "float32"}[field]
+    other, given = _found().what_if(**{field: value}), _found(fixed={field: value})
+    assert getattr(other.plan, field) == getattr(given.best, field) == value
+    assert other.plan == given.best and other.cost.seconds == given.cost.seconds != _found().cost.seconds
+
+
 @pytest.mark.proof
 def test_memory_is_a_limit():
     free = _found(memory=0)

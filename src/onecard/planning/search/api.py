@@ -142,7 +142,7 @@ def _planned(
         new = dict(more)
         bytes_ = int(new.pop("limit", limit))
         with seldom_collected():
-            return _planned(subject, world, machine, bytes_, {**fixed, **new}, objective)
+            return _planned(subject.with_precision(new), world, machine, bytes_, {**fixed, **new}, objective)
 
     runners = _runners(ordered)
     first = chosen(best, limit, found.looked, runners[0] if runners else None, objective)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
@@ -49,6 +49,11 @@ class PlanSubject:
     marks: Placements = ()
     outputs: Placements | None = None
     known: dict[Key, RecordedModel] = field(default_factory=dict)
+
+    def with_precision(self, given: dict[str, Any]) -> Self:
+        """The same with other fields of what a search does not vary: dtypes, overlap, where states lie."""
+        found = _precision(given)
+        return replace(self, base=replace(self.base, **found), known={}) if found else self
 
     def sequence(self) -> int:
         """Tokens of a row; 0 if the model is not known to have any."""
