@@ -29,6 +29,7 @@ def begun(scaler: Any, device: torch.device) -> list[torch.Tensor]:
     if not scaler.is_enabled():
         return []
     if scaler._scale is None:
+        kind = torch.device(scaler._device)  # "cpu" or "cuda", as it was made for
         with no_fakes():
-            scaler.scale(torch.zeros((), device=device))
+            scaler.scale(torch.zeros((), device=device if device.type == kind.type else kind))
     return [scaler._scale, scaler._growth_tracker]
