@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 
 import onecard as oc
 from onecard.errors import RecordingError
+from onecard.static.passes import additive
 from onecard.testing import run_ranks
 
 N, PARTS = 5, [2, 4] if PROOF else [2]
@@ -118,10 +121,10 @@ def test_what_is_alike_is_taken(constant: str, heads: int, k: int) -> None:
     assert _losses(constant, heads, k) == pytest.approx(_losses(constant, heads, 1), rel=1e-5)
 
 
-def _recurrent(plan: dict[str, int] | None) -> list[float]:
+def _recurrent(width: int, plan: dict[str, int] | None) -> list[float]:
     """A recurrent layer, whose products of torch's own go another way for one row than for four."""
     torch.manual_seed(0)
-    model = nn.GRU(6, 7, batch_first=True)
+    model = nn.GRU(6, width, batch_first=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -132,10 +135,29 @@ def _recurrent(plan: dict[str, int] | None) -> list[float]:
         return loss.detach()
 
     run: Any = step if plan is None else oc.to_static(step, plan=oc.Plan(**plan))
-    x, y = torch.randn(8, 5, 6), torch.randn(8, 5, 7)
+    x, y = torch.randn(8, 5, 6), torch.randn(8, 5, width)
     return [run(x, y).item() for _ in range(3)]
 
 
-def test_weights_do_not_follow_the_rows_of_a_rank() -> None:
-    for found in run_ranks(_recurrent, 2, {"dp": 2, "microbatches": 4}):
-        assert found == pytest.approx(_recurrent(None), rel=1e-5)
+@pytest.mark.parametrize(("width", "microbatches"), [(7, 4), (4, 2)])
+def test_weights_do_not_follow_the_rows_of_a_rank(width: int, microbatches: int) -> None:
+    """Nor are gates, side by side in one memory, each other's rows where a rank has as many as they are wide."""
+    for found in run_ranks(_recurrent, 2, width, {"dp": 2, "microbatches": microbatches}):
+        assert found == pytest.approx(_recurrent(width, None), rel=1e-5)
+
+
+def test_parts_side_by_side_have_no_element_in_common() -> None:
+    draw, base, apart = random.Random(0), torch.zeros(400), 0
+    for _ in range(2000):
+        shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
+        strides = [draw.choice([1, 2, 3, 4, 6, 8, 12, 24]) for _ in shape]
+        begins = [draw.randint(0, 60) for _ in range(2)]
+        x, y = (base.as_strided(shape, strides, begin) for begin in begins)
+        one, other = (
+            {begin + sum(i * s for i, s in zip(at, strides, strict=True)) for at in product(*map(range, shape))}
+            for begin in begins
+        )
+        if additive._are_apart(x, y):
+            apart += 1
+            assert not one & other, (shape, strides, begins)
+    assert apart > 500

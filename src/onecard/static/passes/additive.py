@@ -193,7 +193,7 @@ class Additive(DispatchMode):
             return
         if written:
             was = self.known.get(x)
-            for other in {id(o): o for o in [*others, *_bases(x)] if o is not x}.values():
+            for other in {id(o): o for o in [*others, *_bases(x)] if not (o is x or _are_apart(o, x))}.values():
                 before = self.known.get(other)
                 if before is not None and before.how == kind.how == ALIKE:
                     self._written_alike(other, before, x, kind)
@@ -218,6 +218,8 @@ class Additive(DispatchMode):
 
     def _written(self, x: Tensor, before: Kind | None, part: Tensor, was: Kind | None, kind: Kind) -> Kind:
         """What memory is that was of a kind, once it was written to by way of a view. ``was``: the view's kind until then."""
+        if (x.shape, x.stride(), x.storage_offset()) == (part.shape, part.stride(), part.storage_offset()):
+            return kind
         if before is None or _same_elements(x, part):
             return self._seen_in(x, kind)
         if before.how == MIXED:
@@ -268,6 +270,23 @@ def _same_elements(x: Tensor, y: Tensor) -> bool:
     dims = [sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1) for t in (x, y)]
     whole = x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
     return x.storage_offset() == y.storage_offset() and (whole or dims[0] == dims[1])
+
+
+def _are_apart(x: Tensor, y: Tensor) -> bool:
+    """Whether two views of one memory, of one shape, have no element in common: parts of one tensor, side by side."""
+    if (x.shape, x.stride()) != (y.shape, y.stride()):
+        return False
+    dims = sorted(((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1), reverse=True)
+    nested = all(s > sum((n - 1) * t for t, n in dims[i + 1 :]) for i, (s, _) in enumerate(dims))
+    return nested and not _meet(int(x.storage_offset() - y.storage_offset()), dims)
+
+
+def _meet(way: int, dims: list[tuple[int, int]]) -> bool:
+    if not dims:
+        return way == 0
+    (stride, count), *rest = dims
+    steps = {way // stride, -(-way // stride)}
+    return any(abs(n) < count and _meet(way - n * stride, rest) for n in steps)
 
 
 def _bases(x: Tensor) -> list[Tensor]:

@@ -212,8 +212,9 @@ class Microbatches:
 
 
 _MEANT = (
-    "Take the batch as it is: k_steps=1 (a Strategy: pipeline.accumulate_steps=1, or no gradient_merge). Or say that a loop over "
-    "microbatches is meant: avg=True (a Strategy: microbatch_loss=True beside its microbatches)"
+    "Take the batch as it is: k_steps=1 (a Plan: microbatches=1; a Strategy: pipeline.accumulate_steps=1, or no gradient_merge). "
+    "Or say that a loop over microbatches is meant: avg=True (to_static(..., plan=, avg=True); a Strategy: microbatch_loss=True "
+    "beside its microbatches)"
 )
 
 
