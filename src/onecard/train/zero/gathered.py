@@ -121,11 +121,11 @@ class GatheredParameter:
         self.whole = self._buffer
 
     def take_back(self) -> None:
-        """The part is as the whole that the module sees, where the program has not written to the part itself."""
+        """What was written to the whole that the module sees is the part's; elsewhere the part may have been written to."""
         own, part = Cut(self.x, self.seen.detach(), self.layout, self.axis, self.dim).own(), self.x._local
-        part.copy_(own if self._was is None else torch.where(part == self._was, own, part))
+        part.copy_(own if self._was is None else torch.where(own == self._was, part, own))
         if self._was is not None:
-            self._was.copy_(part)
+            self._was.copy_(own)
 
     def give_up(self) -> None:
         """The memory of the whole, which nobody of those beside it in it needs either."""
