@@ -175,7 +175,8 @@ class ParameterBlocks:
         """Parts are as the wholes that the program has written to."""
         with torch.no_grad():
             for piece in (piece for unit in self.units if unit.shown and unit.seen_outside for piece in unit.pieces):
-                piece.take_back()
+                if recorded.recorder is None or piece.was_written():  # a recording has no copies that change nothing
+                    piece.take_back()
 
     def _begin(self) -> None:
         if _torch.graph_task() < 0:
