@@ -171,8 +171,24 @@ def _seen_by_all_names() -> None:
                 assert len({round(_most(x), 6) for x in names}) == 1 and _most(names[0]) < 0.11, (level, name, by_name)
 
 
+def _parts_stay() -> None:
+    """What is written to parts while a whole is shown by name stays, however often the parameters are asked for."""
+    model, _, _ = _begun("p_g_os")
+    assert _most(model[0].weight) > 0.1
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for _ in range(3):
+        assert [_most(p) for p in model.parameters()] == [0.0] * 4
+    assert model(torch.ones(2, 4)).abs().max().item() == 0.0
+
+
 def test_what_is_written_by_one_name_is_read_by_others() -> None:
     run_ranks(_seen_by_all_names, 2)
+
+
+def test_what_is_written_to_parts_stays() -> None:
+    run_ranks(_parts_stay, 2)
 
 
 def _norms() -> list[list[float]]:
