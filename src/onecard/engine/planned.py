@@ -118,7 +118,7 @@ class PlannedStep:
                 applied.optimizer(optimizer, model)
             self._entrance = Entrance(applied.mesh, applied.batch_axes)
         self._laid_out = strategy, applied
-        _trained.here.append(weakref.ref(self))
+        _trained.here[:] = [*(step for step in _trained.here if step() is not None), weakref.ref(self)]
         options = static_options(strategy, "train", plan.world, applied.mesh)
         return api.to_static(self.fn, **{**options, **self._options})
 

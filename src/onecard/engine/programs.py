@@ -142,10 +142,8 @@ def _recorded(engine: Any, mode: str, serial: bool, batch_size: int | None) -> R
         model, loss, optimizers = engine._skeleton.made(serial)
         parts = steps.EngineParts(model, loss, optimizers, engine.metrics, engine.clip_grad_norm, None, engine._around)
         place = engine.arranged(parts, strategy)
-        parts.scaler, parts.plain = (
-            scaler_of(strategy, torch.device("cpu")),
-            place.plain and pipeline_degree(strategy, ranks, None) == 1 and not serial,
-        )
+        parts.scaler = scaler_of(strategy, torch.device("cpu"))
+        parts.plain = place.plain and pipeline_degree(strategy, ranks, None) == 1 and not serial
         for optimizer in optimizers if parts.scaler is not None else ():
             skips_on_device(optimizer)
         feed = _feed(engine, like, place, batch_size).mapped(place.lay_out)

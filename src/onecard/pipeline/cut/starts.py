@@ -90,9 +90,8 @@ def _as_before(graph: fx.Graph, nodes: list[fx.Node], stages: int) -> list[fx.No
             continue
         later = [s for s in set(known[0]).intersection(*known[1:]) if s >= len(found)]
         at = order[first]
-        while (
-            at in closed and at > anywhere
-        ):  # memory is made ahead of what is written to it: a parameter that is gathered
+        # Memory is made ahead of what is written to it: that of a parameter that is gathered.
+        while at in closed and at > anywhere:
             at -= 1
         found += [first if at in closed else nodes[at]] * (min(later) - len(found) if later else 0)
         anywhere = order[node] + 1
