@@ -30,6 +30,12 @@ def pairs(o: Tensor, y: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(both[:, 0], torch.cat([torch.ones(len(o)), torch.zeros(len(o))]))
 
 
+def pairs_by_halves(o: Tensor, y: Tensor) -> Tensor:
+    half = len(o) // 2
+    label = torch.cat([torch.ones(half), torch.zeros(half), torch.ones(half), torch.zeros(half)])
+    return F.binary_cross_entropy_with_logits(torch.cat([o, o * 0.5])[:, 0], label)
+
+
 def written(o: Tensor, y: Tensor) -> Tensor:
     each = torch.zeros(len(o), 2)
     each[:, 0] = o.square().sum(1)
@@ -145,6 +151,7 @@ NEITHER: dict[str, tuple[Loss, str]] = {
     "tokens of others": (lambda o, y: by_tokens(o, y, shift=1), "index"),
     "places that are changed": (of_changed_places, "index"),
     "a table of rows": (lambda o, y: F.embedding(torch.tensor([1, 0]), o).square().sum(), "embedding"),
+    "pairs by halves": (pairs_by_halves, "binary_cross_entropy_with_logits"),
     "order": (lambda o, y: (o * torch.arange(len(o))[:, None]).mean(), "mul"),
     "softmax over rows": (lambda o, y: (o.softmax(0) * o).sum(), "_softmax"),
     "root": (lambda o, y: F.mse_loss(o, torch.zeros_like(o)).sqrt(), "sqrt"),

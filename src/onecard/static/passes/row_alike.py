@@ -54,6 +54,8 @@ def along(call: Call, bound: Bound, kinds: Sequence[Kind | None], r: int, length
     one = {f: found.copy().pop() for f, found in parts.items() if len(found) == 1 and f not in varied | whole}
     within += [(d, f, *one[f]) for d, fs in enumerate(bound.results[r]) for f in fs if f in one]
     if not within:
+        if beside := _side_by_side(call, kinds):
+            return Kind(ALIKE, *beside, dims=dims)
         tiles = [
             d for d, fs in enumerate(bound.results[r]) if d not in dims and not fs and d >= len(shape) - first.dim()
         ]
@@ -64,3 +66,13 @@ def along(call: Call, bound: Bound, kinds: Sequence[Kind | None], r: int, length
     dim, factor, ahead, size = next((at for at in within if at[3] in lengths), within[0])
     before = row_places.outer_of(bound, bound.results[r][dim], factor) * ahead
     return Kind(ALIKE, dim, before, size, dims=dims)
+
+
+def _side_by_side(call: Call, kinds: Sequence[Kind | None]) -> tuple[int, int, int] | None:
+    """Of parts of one length that are put together, each the same along its length: the dim, how many, how long."""
+    if call.schema.functional != "cat" or not call.operands[0].dim():
+        return None
+    dim = call.values.get("dim", 0) % call.operands[0].dim()
+    lengths = {x.shape[dim] for x in call.operands}
+    alike = all(kind is not None and kind.how == ALIKE and kind.alike(dim) for kind in kinds)
+    return (dim, len(call.operands), lengths.pop()) if alike and len(lengths) == 1 else None

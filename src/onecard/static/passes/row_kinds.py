@@ -136,8 +136,11 @@ class Kinds(RowNumbers):
         for i, kind in enumerate(kinds):
             has = [d for d, factors in enumerate(bound.operands[i]) if factor in factors]
             lone = kind is None or kind.how == PLACES or (kind.how == ALIKE and not all(map(kind.alike, has)))
-            if lone and kind is not None and kind.how == ALIKE and kind.size == first.size:  # of rows that are folded
-                lone = row_places.factor_of(bound, i, kind) != place
+            if lone and kind is not None and kind.how == ALIKE and kind.size:
+                if kind.size == first.size:  # of rows that are folded
+                    lone = row_places.factor_of(bound, i, kind) != place
+                elif has == [kind.dim] and given[i].shape[kind.dim] == first.size:  # of rows that lie side by side
+                    lone = bool(kind.size % self.rows)
             if lone and has and i not in bound.unread:
                 return [self._mixed(call, "has a value of its own for each row", learns)] * count
             if kind is not None and kind.how in (ADDS, COUNT) and not self._is_scale(name, i, given[i], kind):
