@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -235,6 +235,27 @@ def test_what_if_of_what_a_search_does_not_vary(field):
     other, given = _found().what_if(**{field: value}), _found(fixed={field: value})
     assert getattr(other.plan, field) == getattr(given.best, field) == value
     assert other.plan == given.best and other.cost.seconds == given.cost.seconds != _found().cost.seconds
+
+
+ASKED = {
+    "dp": 2, "tp": 2, "cp": 2, "pp": 2, "per_host": 4, "sequence_parallel": True, "schedule": "ZBV", "virtual": 2,
+    "stages": (1, 2, 2, 1), "microbatch": 1, "microbatches": 4, "zero": 3, "replicas": 2, "recompute": "full",
+    "recompute_blocks": 1, "parameters": "float32", "gradients": "float32", "states": "bfloat16", "compute": "float32",
+    "master": False, "offload": True, "compiled": True, "overlap": False, "overlap_tp": True, "overlap_pp": False,
+    "partial_sends": True,
+}  # fmt: skip
+
+
+def test_what_is_asked_for_is_in_the_answer():
+    """Whatever it goes along with: a schedule is of a pipeline, copies are of divided states, some blocks of recomputation."""
+    found, free = _found(), {f.name for f in fields(oc.Plan)} - {"placements", "outputs", "ep"}
+    assert free <= {*ASKED}, "a field that nobody asks for here"
+    together = ("schedule", "stages", "replicas", "recompute_blocks", "sequence_parallel")
+    for name, value in ASKED.items() if PROOF else ((name, ASKED[name]) for name in together):
+        assert getattr(found.what_if(**{name: value}).plan, name) == value, name
+    for name, together in (("schedule", {"pp": 1}), ("sequence_parallel", {"tp": 1}), ("recompute_blocks", {"recompute": "none"})):
+        with pytest.raises(PlanError, match=f"{name}=.* says nothing where"):
+            found.what_if(**{name: ASKED[name], **together})
 
 
 @pytest.mark.proof

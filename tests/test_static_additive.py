@@ -194,7 +194,6 @@ ONE_ROW = ("mean", "sum by a number", "mean by hand", "mean of each", "sum from 
 CASES = [*((name, 2) for name in RIGHT), *((name, ROWS) for name in ONE_ROW)]
 
 
-@pytest.mark.share(12)
 @pytest.mark.parametrize(("name", "k"), CASES)
 def test_sums_and_means_are_one_cards(name: str, k: int) -> None:
     losses, weights = trained(RIGHT[name], lambda step: step)
@@ -206,7 +205,6 @@ def test_sums_and_means_are_one_cards(name: str, k: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.share(8)
 @pytest.mark.parametrize("name", NEITHER)
 def test_what_is_neither_is_refused(name: str) -> None:
     loss, operator = NEITHER[name]

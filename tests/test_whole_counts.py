@@ -176,7 +176,6 @@ def far(found: list[list[float]], name: str) -> float:
     )
 
 
-@pytest.mark.share(1)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("k", [4, ROWS])
 def test_a_loss_is_scaled_by_what_the_batch_counts(name: str, k: int) -> None:
@@ -313,7 +312,6 @@ RIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize("name", [*REFUSED, *RIGHT])
 def test_memory_that_is_written_in_part(name: str) -> None:
     """Who writes into some rows of what was the same for all has told them apart."""
@@ -364,7 +362,6 @@ RIGHT_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.share(1)
 @pytest.mark.parametrize("name", [*REFUSED_ROWS, *RIGHT_ROWS])
 def test_activations_that_are_written_in_part(name: str) -> None:
     """Rows that are written to, or chosen, by their number in the batch: a microbatch has other rows there."""
@@ -393,7 +390,6 @@ OF_THE_LENGTH: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.share(1)
 @pytest.mark.parametrize("name", OF_THE_LENGTH)
 def test_a_divisor_made_of_the_length(name: str) -> None:
     """With the program's own tensor, or with a write between it and its use: it follows the rows, or is refused."""
@@ -435,7 +431,6 @@ def _out(y: Tensor, made: Tensor) -> Tensor:
 WRITTEN = {"added": _added, "an entry": _entry, "out=": _out}
 
 
-@pytest.mark.share(1)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_count_that_is_written_into_memory_is_refused(name: str) -> None:
     def loss(o: Tensor, y: Tensor) -> Tensor:
@@ -496,7 +491,6 @@ def returning(what: Callable[[Tensor, Tensor, int], Any]) -> Callable[[Tensor, T
     return step
 
 
-@pytest.mark.share(1)
 @pytest.mark.parametrize("name", RETURNED)
 def test_what_is_returned_alone_is_of_the_whole_batch(name: str) -> None:
     step, one = oc.to_static(returning(RETURNED[name]), k_steps=4), returning(RETURNED[name])
@@ -506,7 +500,6 @@ def test_what_is_returned_alone_is_of_the_whole_batch(name: str) -> None:
             torch.testing.assert_close(torch.as_tensor(step(x, y)), torch.as_tensor(one(x, y)))
 
 
-@pytest.mark.share(3)
 @pytest.mark.parametrize("name", TOLD)
 def test_what_is_not_linear_in_the_length_is_told(name: str) -> None:
     step = oc.to_static(returning(TOLD[name]), k_steps=4)

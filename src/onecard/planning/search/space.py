@@ -51,6 +51,9 @@ class Space:
             Plan(**{axis: fixed.get(axis, 1)} | also)  # says what is no number
             if axis in ("dp", "tp", "cp", "pp") and world % fixed.get(axis, 1):
                 raise PlanError(f"plan: fixed {axis}={fixed[axis]} does not divide {world} ranks", axis)
+        if _is_said("recompute_blocks", self.fixed):
+            self.fixed.setdefault("recompute", "full")
+        self._pipelined = next((name for name in ("schedule", "virtual", "stages") if _is_said(name, self.fixed)), "")
         self.why: dict[str, int] = {}
         """Why plans were left out without a look, and how many."""
 
@@ -94,6 +97,10 @@ class Space:
         pp = self.world // (dp * tp * cp)
         if per_rank % rows or ("pp" in self.fixed and self.fixed["pp"] != pp):
             return
+        for name, axis, there in ((self._pipelined, "pp", pp > 1), ("sequence_parallel", "tp", tp > 1)):
+            if not there and _is_said(name, self.fixed):
+                self._left_out(f"{name}={self.fixed[name]!r} says nothing where {axis}=1")
+                return
         count = per_rank // rows
         if "microbatches" in self.fixed and self.fixed["microbatches"] != count:
             return
@@ -131,8 +138,7 @@ class Space:
 
     def _pipelines(self, group: Plan) -> Iterator[Plan]:
         if group.pp == 1:
-            if self.fixed.get("virtual", 1) == 1:
-                yield group
+            yield group
             return
         for schedule, virtual in self._schedules():
             stages = group.pp * virtual
@@ -172,7 +178,10 @@ class Space:
             if zero == 2 and plan.microbatches > 1 and "zero" not in self.fixed:
                 continue
             for replicas in self._pick("replicas", self._copies(plan, zero)):
-                yield replace(plan, zero=zero, replicas=replicas)
+                try:
+                    yield replace(plan, zero=zero, replicas=replicas)
+                except PlanError as why:
+                    self._left_out(str(why))
 
     def _copies(self, plan: Plan, zero: int) -> Sequence[int]:
         """One, and one for each host, if stage 3 then stays on a host."""
@@ -183,7 +192,10 @@ class Space:
     def _again(self, plan: Plan) -> Iterator[Plan]:
         if plan.recompute == "none" or "recompute_blocks" in self.fixed:
             blocks = self.fixed.get("recompute_blocks", 0)
-            yield replace(plan, recompute_blocks=blocks) if blocks and plan.recompute != "none" else plan
+            if blocks and plan.recompute == "none":
+                self._left_out(f"recompute_blocks={blocks} says nothing where recompute='none'")
+                return
+            yield replace(plan, recompute_blocks=blocks) if blocks else plan
             return
         yield plan
         largest = -(-self.subject.layers // (plan.pp * plan.virtual))
@@ -209,3 +221,8 @@ class Space:
 
     def _left_out(self, why: str) -> None:
         self.why[why] = self.why.get(why, 0) + 1
+
+
+def _is_said(name: str, fixed: dict[str, Any]) -> bool:
+    """Whether a field is given, and asks for more than a plan has that leaves it out."""
+    return name in fixed and fixed[name] != getattr(Plan(), name)
