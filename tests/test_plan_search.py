@@ -253,7 +253,11 @@ def test_what_is_asked_for_is_in_the_answer():
     together = ("schedule", "stages", "replicas", "recompute_blocks", "sequence_parallel")
     for name, value in ASKED.items() if PROOF else ((name, ASKED[name]) for name in together):
         assert getattr(found.what_if(**{name: value}).plan, name) == value, name
-    for name, together in (("schedule", {"pp": 1}), ("sequence_parallel", {"tp": 1}), ("recompute_blocks", {"recompute": "none"})):
+    for name, together in (
+        ("schedule", {"pp": 1}),
+        ("sequence_parallel", {"tp": 1}),
+        ("recompute_blocks", {"recompute": "none"}),
+    ):
         with pytest.raises(PlanError, match=f"{name}=.* says nothing where"):
             found.what_if(**{name: ASKED[name], **together})
 

@@ -78,7 +78,13 @@ class Shadows:
         lifted = schema.functional in ("lift_fresh", "lift_fresh_copy")  # of Python's numbers
         own = [x for x in given if not self.has(x)]
         known = lifted or (schema.functional not in _GARBAGE and (not own or all(map(self._own, own))))
-        if known and not lifted and len(given) == 1 and (own or given[0] in self._whole) and _is_all_of(made[0], given[0]):
+        if (
+            known
+            and not lifted
+            and len(given) == 1
+            and (own or given[0] in self._whole)
+            and _is_all_of(made[0], given[0])
+        ):
             self._whole[made[0]] = True
         if is_real(made[0]):
             if known or fill is not None:
