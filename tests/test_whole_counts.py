@@ -386,6 +386,10 @@ OF_THE_LENGTH: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "chosen": lambda o, y, k: torch.where(k > 0, torch.tensor(float(len(y))), k),
     "into a copy": lambda o, y, k: k.clone().mul_(len(y)),
     "into memory that was empty": lambda o, y, k: torch.empty(len(y)).fill_(1.0).sum(),
+    "one of several": lambda o, y, k: [*torch.tensor([float(len(y)), 2.0])][0],
+    "of a shape": lambda o, y, k: torch.tensor(list(o.shape)).float().unbind()[0],
+    "a part": lambda o, y, k: torch.tensor([2.0, float(len(y))]).tensor_split(2)[1].sum(),
+    "the largest": lambda o, y, k: torch.stack([torch.tensor(float(len(y))), k]).max(0).values,
     "added to the program's": lambda o, y, k: k + len(y),
 }
 

@@ -70,7 +70,7 @@ class Shadows:
         if schema.written:
             self._write(func, schema, args, kwargs, given)
             return
-        if len(made) != 1 or not (is_real(made[0]) or fakes.is_fake(made[0])) or made[0].numel() > _MOST:
+        if not made or any(not (is_real(x) or fakes.is_fake(x)) or x.numel() > _MOST for x in made):
             return
         if schema.functional in _GARBAGE:
             self._empty[made[0]] = True
@@ -78,23 +78,18 @@ class Shadows:
         lifted = schema.functional in ("lift_fresh", "lift_fresh_copy")  # of Python's numbers
         own = [x for x in given if not self.has(x)]
         known = lifted or (schema.functional not in _GARBAGE and (not own or all(map(self._own, own))))
-        if (
-            known
-            and not lifted
-            and len(given) == 1
-            and (own or given[0] in self._whole)
-            and _is_all_of(made[0], given[0])
-        ):
+        of_one = known and not lifted and len(given) == 1
+        if of_one and (own or given[0] in self._whole) and _is_all_of(made[0], given[0]):
             self._whole[made[0]] = True
-        if is_real(made[0]):
-            if known or fill is not None:
-                self._know(made[0], None)
+        if all(map(is_real, made)):
+            for x in made if known or fill is not None else ():
+                self._know(x, None)
         elif fill is not None:
             self._know(made[0], torch.full(tuple(made[0].shape), fill, dtype=made[0].dtype, device=made[0].device))
         elif known:
-            found = self._again(func, args, kwargs)
-            if isinstance(found, Tensor):
-                self._know(made[0], found.clone() if own else found)  # not the program's own memory
+            found = [x for x in tree_leaves(self._again(func, args, kwargs)) if isinstance(x, Tensor)]
+            for x, data in zip(made, found, strict=len(found) > 0):
+                self._know(x, data.clone() if own else data)  # not the program's own memory
 
     def _know(self, x: Tensor, data: Tensor | None) -> None:
         number = memory_of(x)
