@@ -65,6 +65,26 @@ LENGTHS = (
     "min(len(y), 7)",
     "7",
 )
+MADE = 200_000  # of the seeds from here on all divide by what is made of the batch's length, by way of tensors
+OF_LENGTH = (
+    "torch.tensor([float(len(y)), 2.0])", "torch.tensor(list(o.shape)).float()", "torch.full((3,), len(y) * 1.0)",
+    "torch.arange(1.0, len(y) + 1)", "torch.ones(len(y), 2)", "torch.linspace(0, len(y), 3)", "torch.eye(len(y))",
+    "torch.tensor(len(y)).float()[None]", "normal(5, 3) * 0 + len(y)", "torch.as_tensor([len(x), 3]).float()",
+    "torch.zeros(2).index_fill(0, torch.tensor([1]), len(y))", "o.new_full((2,), len(o))", "o.new_tensor([len(o), 1.0])",
+)  # fmt: skip
+TURNS = (
+    "z.unbind()[-1]", "z.sort().values", "z.max(0).values", "z.cumsum(0)", "torch.stack([z, z * 2])", "torch.cat([z, z])",
+    "z.chunk(2)[0]", "z.flip(0)", "z[None]", "z.t()", "z.flatten()", "torch.where(z > 3, z, 3.0)", "z.clamp(min=2)",
+    "z.roll(1, 0)", "z.expand(2, *z.shape)", "z.repeat(2)", "z.mean(0)", "z.sum(0)", "z.clone().mul_(2)", "z / z.sum()",
+    "torch.cat([z, normal(7, 2)])", "z.sqrt()", "z.topk(1).values", "z.aminmax().max", "z.double().float()",
+    "z.long().float()", "z.softmax(0)", "z.norm()", "z.clone().fill_(len(y))", "z.clone().index_fill_(0, torch.tensor([0]), 5.0)",
+    "torch.nan_to_num(z)", "z.split(1)[0]", "z.tolist() and z", "torch.atleast_2d(z)", "z.median(0).values",
+)  # fmt: skip
+DIVIDED = (
+    "e.sum() / z.sum()", "e.sum() / z.flatten()[0]", "e.sum() / z.max()", "(e * z.mean()).mean()", "(e / z.flatten()[-1]).sum()",
+    "e.mean() + o.square().mean() * z.mean()", "o.square().sum() / z.abs().sum()", "e.sum() * (1 / z.sum())",
+    "e.sum() / z.reshape(-1)[:1].squeeze()", "torch.stack([e.sum(), o.sum()])[0] / z.amax()",
+)  # fmt: skip
 LAST = (
     "{v}.mean()", "{v}.sum()", "{v}.sum() / len(y)", "({v} * {u}).mean()", "({v} * {u}).sum()", "{v}.square().mean()", "e.mean()",
     "{v}.sum() / {u}.abs().sum().clamp(min=1)", "({v} * {u}).sum() / {u}.abs().sum().clamp(min=1)",
@@ -180,6 +200,8 @@ def drawn(seed: int) -> str:
     d = Drawing(seed)
     if seed >= ORDERED and d.r.random() < 0.7:
         d.say(d.r.choice(ORDERS))
+    if seed >= MADE:
+        return _of_length(d)
     for _ in range(d.r.randint(1, 6)):
         d.step()
     late = ""
@@ -187,6 +209,14 @@ def drawn(seed: int) -> str:
         late = LATER + d.r.choice(LATE).format(n=d.r.choice(LENGTHS), rows="len(x)")
     terms = [t for t in (d.term() for _ in range(d.r.choice((1, 1, 2, 3)))) if t] or ["e.mean()"]
     return "\n".join([*d.lines, "loss = " + " + ".join(terms), *filter(None, [late])])
+
+
+def _of_length(d: Drawing) -> str:
+    """A loss that is divided by what a chain of calls makes of the batch's length."""
+    d.say(f"z = {d.r.choice(OF_LENGTH)}")
+    for _ in range(d.r.randint(1, 4)):
+        d.say(f"z = {d.r.choice(TURNS)}")
+    return "\n".join([*d.lines, f"loss = {d.r.choice(DIVIDED)}"])
 
 
 def trained(text: str, k: int | None) -> Tensor:
