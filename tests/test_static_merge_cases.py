@@ -251,8 +251,8 @@ def test_a_habit_is_the_loop(case: Callable[[], Step]) -> None:
 # -- refused -------------------------------------------------------------------------------------------------------------
 
 
-def refusal(step: Callable[..., Any], *batch: Any) -> str:
-    run = oc.to_static(step, k_steps=K)
+def refusal(step: Callable[..., Any], *batch: Any, avg: bool | None = None) -> str:
+    run = oc.to_static(step, k_steps=K, avg=avg)
     run(*batch)
     with pytest.raises(RecordingError) as said:
         run(*batch)
@@ -290,14 +290,16 @@ def test_a_step_without_a_batch_is_refused() -> None:
 
 
 def test_a_result_that_is_by_chance_as_long_as_a_microbatch_is_refused() -> None:
-    """Four classes, four rows: the microbatches' tables stood one below the other."""
+    """Four classes, four rows: the microbatches' tables stood one below the other, where nobody looks for sums (``avg``)."""
     made, batch = plain(), batches()[0]
 
     def step(x: Tensor, y: Tensor) -> Any:
         out = made.model(x).detach()
         return made.whole(x, y), out.t() @ out
 
-    assert "result 1 of the step has 4 rows for a microbatch, and 4 for a batch of 16" in refusal(step, *batch)
+    assert "result 1 of the step has 4 rows for a microbatch, and 4 for a batch of 16" in refusal(
+        step, *batch, avg=True
+    )
 
 
 def test_a_closure_of_an_optimizer_is_refused_by_its_name() -> None:

@@ -386,7 +386,7 @@ OF_THE_LENGTH: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "chosen": lambda o, y, k: torch.where(k > 0, torch.tensor(float(len(y))), k),
     "into a copy": lambda o, y, k: k.clone().mul_(len(y)),
     "into memory that was empty": lambda o, y, k: torch.empty(len(y)).fill_(1.0).sum(),
-    "one of several": lambda o, y, k: [*torch.tensor([float(len(y)), 2.0])][0],
+    "one of several": lambda o, y, k: next(iter(torch.tensor([float(len(y)), 2.0]))),
     "of a shape": lambda o, y, k: torch.tensor(list(o.shape)).float().unbind()[0],
     "a part": lambda o, y, k: torch.tensor([2.0, float(len(y))]).tensor_split(2)[1].sum(),
     "the largest": lambda o, y, k: torch.stack([torch.tensor(float(len(y))), k]).max(0).values,
@@ -470,6 +470,12 @@ RETURNED: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
     "filled": lambda a, b, n: torch.full((), n) * a.sum() / b.sum(),
     "in each row": lambda a, b, n: (a * n).sum() / b.sum(),
     "bent before": lambda a, b, n: (a.sum() / b.sum()).sqrt() * n,
+    "several means": lambda a, b, n: torch.stack([a.float().mean(), b.double().mean().float()]),
+    "several sums": lambda a, b, n: torch.cat([a.sum()[None], (b > 0).sum()[None]]),
+    "sums of each column": lambda a, b, n: torch.stack([a, b], 1).sum(0),
+    "a product over rows": lambda a, b, n: torch.stack([a, b]).float() @ torch.stack([a, b], 1).float() / n,
+    "as many means as a microbatch has rows": lambda a, b, n: torch.stack([a, b, a & b, a | b], 1).float().mean(0),
+    "a constant": lambda a, b, n: torch.tensor([3.0, 4.0]),
 }
 TOLD: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
     "plus its length": lambda a, b, n: a.sum() / b.sum() + n,
@@ -478,6 +484,9 @@ TOLD: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
     "bounded": lambda a, b, n: a.sum().clamp(max=n // 2),
     "rounded": lambda a, b, n: torch.div(a.sum() * 3, n, rounding_mode="floor"),
     "its length alone": lambda a, b, n: torch.tensor(float(n)),
+    "its length beside a number": lambda a, b, n: torch.tensor([n, 5]),
+    "numbers of rows": lambda a, b, n: torch.arange(n),
+    "as long as it is": lambda a, b, n: torch.ones(n, 3),
 }
 
 

@@ -26,9 +26,10 @@ from onecard.static.capture.unmade import left_unmade, make_all
 from onecard.static.guards.before import changed_itself, still_before
 from onecard.static.guards.numbers import plain
 from onecard.static.passes import RewrittenGraph, StaticOptions, fitting, rewritten, withheld
-from onecard.static.passes.additive import Additive, Verdict, is_mean
-from onecard.static.passes.dependence import Doubt
+from onecard.static.passes.additive import Additive
+from onecard.static.passes.dependence import Doubt, Verdict
 from onecard.static.passes.microbatches import BatchRows, Microbatches, asks_of_batch
+from onecard.static.passes.verdicts import is_mean
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import ReplayTurn, all_or_none, check_agreed, together
 from onecard.static.run.bound import BoundRecording, kinds_of

@@ -17,8 +17,8 @@ from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
 from onecard.static.capture.questions import Answers, AskedOfWhole, WholeQuestions
 from onecard.static.guards.held import HeldValues
-from onecard.static.passes.additive import Additive, Verdict
-from onecard.static.passes.dependence import Doubt
+from onecard.static.passes.additive import Additive
+from onecard.static.passes.dependence import Doubt, Verdict
 from onecard.static.passes.late_numbers import CallEntry, listed, set_to_batch
 from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
 from onecard.static.passes.options import StaticOptions

@@ -32,8 +32,7 @@ from onecard.pipeline.cut.weave import Weave
 from onecard.pipeline.schedule.action import Action, Schedule
 from onecard.pipeline.schedule.modes import plan
 from onecard.place.layout import Layout
-from onecard.static.passes.additive import Verdict
-from onecard.static.passes.dependence import Doubt
+from onecard.static.passes.dependence import Doubt, Verdict
 from onecard.static.passes.microbatches import BatchRows, Microbatches, asked, check_mergeable
 from onecard.static.passes.once import Once, phase_of, words
 from onecard.static.run.agreed import all_or_none

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 ROWS, ADDS, ALIKE, COUNT, MIXED, UNKNOWN, PLACES = "rows", "adds", "alike", "count", "mixed", "unknown", "places"
 ORDER = "order"
 
@@ -66,7 +68,8 @@ class Verdict:
         losses: of each ``backward()``; ``results``: of each leaf of what the step gives back, None: the batch is not in it.
         noted: the numbers of calls, and what they were given that was made in the step without the batch, by what they are and
             the line (None: no number). ``unsure``: some may be counts of rows; ``open``: nobody can tell whether they are.
-        values: of leaves of what the step gives back in which there is nothing of the batch: numbers, and tensors of one.
+        values: of leaves of what the step gives back in which there is nothing of the batch: numbers, and tensors of one;
+            ``held``: tensors of several elements that it has made.
         normalized: the lines that normalize a batch by its own mean and variance; ``summed``: that add a sum over rows to a value
             in which there is nothing of the batch.
     """
@@ -75,6 +78,7 @@ class Verdict:
     results: list[Kind | None] = field(default_factory=list)
     noted: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
     values: dict[int, float] = field(default_factory=dict)
+    held: dict[int, Tensor] = field(default_factory=dict)
     normalized: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
     unsure: bool = False

@@ -33,7 +33,7 @@ def merged(
     results: Mapping[int, Any] | None = None,
     late: Collection[fx.Node] = (),
     training: bool = True,
-    sums: Collection[int] | None = None,
+    sums: Mapping[int, bool] | None = None,
     once: Once | None = None,
     rows: Mapping[int, int] | None = None,
 ) -> fx.Graph:
@@ -41,7 +41,8 @@ def merged(
 
     Args:
         average: gradients, and results that are one float each, are divided by ``k``; otherwise they are sums.
-        sums: positions of those results that are sums, whatever gradients are; None: all, or none, as gradients.
+        sums: positions of results that are sums (True) or means over rows, whatever gradients are; others of one element are
+            averaged. None: those of one element are all sums, or none, as gradients.
         results: the positions of outputs that are given back, with their specs (None of a plain tensor); without it all are.
             Others stay in the program: but for gradients, they may not differ between microbatches.
         rows: positions of results that have a row for each row of the batch, with the degree in which the batch's length is in
@@ -68,7 +69,7 @@ class _Merge:
         average: bool,
         results: Mapping[int, Any] | None,
         once: Once,
-        sums: Collection[int] | None,
+        sums: Mapping[int, bool] | None,
         rows: Mapping[int, int],
     ) -> None:
         self.graph, self.k, self.average = graph, k, average
@@ -243,15 +244,17 @@ class _Merge:
         facts = node.meta.get("tensor")
         if facts is not None and i in self.results:
             shape, _, dtype, _ = facts
-            if not shape and dtype is not torch.bool:
-                mean = self.average if self.summed is None else i not in self.summed
+            known = self.summed is not None and i in self.summed
+            if (known or not shape) and dtype is not torch.bool:
+                mean = self.average if self.summed is None else not self.summed.get(i, False)
                 return self._together(node, parts, mean and (dtype.is_floating_point or dtype.is_complex))
             if shape and (ranks := self._interleaved(shape[0], self.results[i])):
                 made, degree = self._rows(node, parts, ranks), self.degrees.get(i, 0)
                 return added(self.made, node, aten.mul.Tensor, made, float(self.k) ** degree) if degree else made
         raise RecordingError(
             f"k_steps: the step {'returns' if i in self.results else 'leaves in the program'} what {words(node)} gives, and "
-            "each microbatch has its own: return what is as long as the batch and cut as it is, or one number"
+            "each microbatch has its own: return what is as long as the batch and cut as it is, a sum or mean over its rows, or one "
+            "number"
         )
 
     def _as_left(self, node: fx.Node) -> list[fx.Node]:

@@ -14,9 +14,8 @@ from torch import Tensor, fx
 from onecard._torch.names import tree_leaves
 from onecard.errors import RecordingError
 from onecard.place.layout import is_merged
-from onecard.static.passes import additive
-from onecard.static.passes.additive import Verdict
-from onecard.static.passes.dependence import Doubt, Kind
+from onecard.static.passes import verdicts
+from onecard.static.passes.dependence import Doubt, Kind, Verdict
 from onecard.static.passes.doubts import doubts
 from onecard.static.passes.merge import merged
 from onecard.static.passes.once import Once, cut
@@ -68,15 +67,15 @@ class Microbatches:
 
     def _as_seen(
         self, recording: RecordedStep, seen: Verdict | None
-    ) -> tuple[bool, frozenset[int] | None, dict[int, int] | None]:
-        """Whether gradients are averaged; which results are sums, where they need not be what gradients are; which have rows."""
+    ) -> tuple[bool, dict[int, bool] | None, dict[int, int] | None]:
+        """Whether gradients are averaged; which results are sums or means, be they what gradients are or not; which have rows."""
         if self.avg is not None or seen is None:
             return self.avg is not False, None, None
         leaves = _positions(recording)
         if len(leaves) != len(seen.results):
-            return additive.averaged(seen), None, None
-        rows = {leaves[i]: degree for i, degree in additive.in_rows(seen).items()}
-        return additive.averaged(seen), frozenset(leaves[i] for i in additive.summed(seen)), rows
+            return verdicts.averaged(seen), None, None
+        rows = {leaves[i]: degree for i, degree in verdicts.in_rows(seen).items()}
+        return verdicts.averaged(seen), {leaves[i]: sums for i, sums in verdicts.joined(seen).items()}, rows
 
     def _check_alike(self, given: list[tuple[str, Tensor]]) -> None:
         """Of all arguments a microbatch has to be the same rows."""
@@ -178,7 +177,7 @@ class Microbatches:
         if self.avg is None and seen is not None:
             out: Any = next(iter(reversed(recording.graph.nodes))).args[0]
             whole_ones = {i for i, at in enumerate(_positions(recording)) if is_whole(out[at])}
-            told = [*additive.said(seen, self.k_steps, whole_ones), *told]
+            told = [*verdicts.said(seen, self.k_steps, whole_ones), *told]
         self._judge(recording.name, [*told, *more])
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
         average, sums, rows = self._as_seen(recording, seen)
