@@ -253,8 +253,8 @@ class _Merge:
                 return added(self.made, node, aten.mul.Tensor, made, float(self.k) ** degree) if degree else made
         raise RecordingError(
             f"k_steps: the step {'returns' if i in self.results else 'leaves in the program'} what {words(node)} gives, and "
-            "each microbatch has its own: return what is as long as the batch and cut as it is, a sum or mean over its rows, or one "
-            "number"
+            "each microbatch has its own: return what is as long as the batch and cut as it is, a sum or mean over its rows, or "
+            "one number"
         )
 
     def _as_left(self, node: fx.Node) -> list[fx.Node]:
