@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import fleet
 from onecard.fleet import LayerDesc, PipelineLayer
+from onecard.fleet.zero.carried import Members
 from onecard.testing import run_ranks
 
 LEVELS = ("sharding_degree", "os", "os_g", "p_g_os")
@@ -280,3 +281,12 @@ def _stages_as_on_one_card() -> None:
 @pytest.mark.share(1)
 def test_in_a_pipeline_beside_dp() -> None:
     run_ranks(_stages_as_on_one_card, 4)
+
+
+def test_what_has_come_since_is_known_whatever_memory_it_is_in():
+    """A freed buffer's number is given to a new tensor, on one rank and not on another: ranks sent different lists."""
+    model = nn.BatchNorm1d(4)
+    members = Members(model)
+    model.running_mean = torch.zeros(4)
+    made = [torch.zeros(4) for _ in range(100)]
+    assert len(members.new(made)) == len(made) and members.new(model.parameters()) == []

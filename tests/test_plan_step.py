@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -306,3 +309,39 @@ def test_layers_that_are_called_one_by_one_are_named_with_their_model():
         PlanError, match=r"calls layers of net one by one.*call net\(\.\.\.\).*oc.parallelize\(net, optimizer"
     ):
         oc.plan(step, batch=(torch.randn(4, 4),), world=2, machine=SLOW)
+
+
+@dataclass
+class Scored:
+    """What a model returns of which torch knows nothing."""
+
+    loss: Tensor
+    scores: list[Tensor]
+
+
+class Classifier(nn.Module):
+    def __init__(self, made: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.made = nn.Linear(4, 3), made
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        scores = self.layer(x)
+        return self.made(loss=F.cross_entropy(scores, y), scores=[scores])
+
+
+@pytest.mark.parametrize("made", [Scored, SimpleNamespace, dict])
+def test_a_model_may_return_an_object(made):
+    """Its tensors were not found: "what backward() begins with is made by no module's forward"."""
+    model = Classifier(made)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        result = model(x, y)
+        (result["loss"] if made is dict else result.loss).backward()
+        optimizer.step()
+
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    parts = parts_of_step(step, (x, y))
+    assert parts.model is model and len(parts.batch) == 2
+    found = model(x, y)
+    torch.testing.assert_close(parts.loss(model, x, y), found["loss"] if made is dict else found.loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from onecard import recorded
 from onecard._torch.hooks import after_all_modules
-from onecard._torch.names import in_backward, tree_flatten, tree_leaves, tree_map
+from onecard._torch.names import in_backward, tree_leaves, tree_map
 from onecard._torch.uncompiled import is_wrapper
 from onecard.comm.base.record import on_behalf_of, user_line
 from onecard.errors import PlanError
@@ -85,7 +85,7 @@ class HeardProgram:
         self._inside -= 1
         if not self._inside and self.model in (None, module) and output is not None and self._loss is None:
             self.model = module
-            self._calls.append(_Call(None, args, kwargs, tree_leaves(output), torch.is_grad_enabled(), user_line()))
+            self._calls.append(_Call(None, args, kwargs, _leaves(output), torch.is_grad_enabled(), user_line()))
 
     def heard(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A call of torch's, before or behind the model."""
@@ -162,7 +162,7 @@ class HeardProgram:
                 args, kwargs = tree_map(put, (call.args, call.kwargs))
                 with torch.set_grad_enabled(call.grad), on_behalf_of(call.line):
                     made = (call.func or model)(*args, **kwargs)
-                now |= _by_id(call.results, tree_flatten(made)[0])
+                now |= _by_id(call.results, tree_leaves(made) if call.func else _leaves(made))
             return tree_map(lambda x: now[id(x)] if isinstance(x, Tensor) else x, wanted)
 
         return made_again
@@ -184,6 +184,16 @@ def _cuts_out(call: _Call, rows: int) -> bool:
     made = [x for x in call.results if isinstance(x, Tensor) and _is_batch(x) and len(x) == rows]
     given = any(_is_batch(x) and len(x) == rows for x in call.given())
     return call.func is not None and bool(made) and not given and not any(x.requires_grad for x in made)
+
+
+def _leaves(output: Any) -> list[Any]:
+    """What a model returns; objects of classes that torch knows nothing of (a program's own dataclass) are opened."""
+    found = []
+    for x in tree_leaves(output):
+        names = [f.name for f in fields(x)] if is_dataclass(x) else [*getattr(x, "__dict__", ())]
+        own = [] if isinstance(x, Tensor | nn.Module | type) else [getattr(x, name, None) for name in names]
+        found += _leaves(own) if any(isinstance(v, Tensor) for v in tree_leaves(own)) else [x]
+    return found
 
 
 def _squares(results: Any) -> Tensor:

@@ -83,7 +83,9 @@ class Members:
         self._dicts = [
             (each, [*each.values()]) for module in model.modules() for each in (module._parameters, module._modules)
         ]
-        self._known = {id(x) for x in (*model.parameters(), *model.buffers())}
+        # Held, as what comes later may have the number of one that is gone, on one rank and not on another.
+        self._held = [*model.parameters(), *model.buffers()]
+        self._known = {*map(id, self._held)}
 
     def same(self) -> bool:
         """Whether nothing was exchanged, added or taken away."""
