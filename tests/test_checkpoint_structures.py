@@ -384,3 +384,16 @@ def test_states_of_another_class_are_refused(saved: str, tmp_path: Path) -> None
             assert not other.state
             with pytest.raises(CheckpointError, match=r"of the state dict has not, .* it was of another class"):
                 oc.load_state_dict({"optimizer": other.state_dict()}, tmp_path / "saved")
+
+
+def test_a_schedule_of_another_class_is_refused(tmp_path: Path) -> None:
+    """Schedules take whatever they are given into their attributes: a step schedule went on with a cosine's."""
+    optimizer, schedules = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1), torch.optim.lr_scheduler
+    oc.checkpoint.save({"schedule": schedules.CosineAnnealingLR(optimizer, 50)}, tmp_path, step=1)
+    with pytest.raises(
+        CheckpointError, match=r"schedule has T_max, eta_min, which StepLR has not, .* it was of another class"
+    ):
+        oc.checkpoint.load(tmp_path, {"schedule": schedules.StepLR(optimizer, 2)})
+    again = schedules.CosineAnnealingLR(optimizer, 7)
+    oc.checkpoint.load(tmp_path, {"schedule": again})
+    assert again.T_max == 50

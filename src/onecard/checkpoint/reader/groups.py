@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from onecard.checkpoint.format import tree
 from onecard.checkpoint.reader.changes import Change, follow
@@ -56,6 +57,25 @@ def _check_class(groups: Any, target: Optimizer | dict[str, Any], path: str) -> 
 
 _NO_OPTIONS = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 """Parameters, their names, and what schedulers put into groups."""
+
+
+def of_same_kind(target: Any, node: Any, path: str) -> Callable[[Any], Any]:
+    """How an object takes its saved state; a schedule takes whatever it is given into its attributes.
+
+    Raises:
+        CheckpointError: a schedule has attributes that the saved one had not, and the other way round.
+    """
+    if isinstance(target, LRScheduler):
+        own, saved = dict(target.state_dict()), by_text(node)
+        lacks, foreign = ([key for key in a if key not in b] for a, b in ((own, saved), (saved, own)))
+        if saved and lacks and foreign:
+            kind = type(target).__name__
+            raise CheckpointError(
+                f"{path}: the saved schedule has {', '.join(foreign)}, which {kind} has not, and {kind} has {', '.join(lacks)}: "
+                "it was of another class. Make the one that was saved, or load without it and set its last_epoch"
+            )
+    found: Callable[[Any], Any] = target.load_state_dict
+    return found
 
 
 def members(groups: Sequence[Mapping[str, Any]], path: str, changes: Sequence[Change]) -> list[list[str]]:

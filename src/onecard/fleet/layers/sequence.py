@@ -46,7 +46,11 @@ def gather(x: Tensor, dim: int = 0, group: Ranks | None = None) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int = 0, group: Ranks | None = None) -> Tensor:
-    """The whole sequence, for layers that are cut; its gradient is summed and cut (reduce-scattered)."""
+    """The whole sequence; its gradient is summed and cut (reduce-scattered).
+
+    For what each rank computes a part of. A layer that sums its input's gradient itself (``ColumnParallelLinear``) wants
+    ``gather``: behind this one gradients would be summed twice. ``ColumnSequenceParallelLinear`` does all of it.
+    """
     group = _mp(group)
     return x if group.size == 1 else _AllGather.apply(x, group, dim % x.dim())
 
