@@ -23,7 +23,7 @@ One program, `onecard`, with a command for each task.
   status of the first rank that failed.
 - Answers go to standard output, all else to standard error. `--json` prints the answer for programs, in place of the table; of `run` it is the last line, behind what the script prints. `completion` has none: its answer is a script.
 - Behind `--` are the script's own arguments; `run` takes them behind the script. A script that fails shows its own traceback.
-- What cannot be is one line, `onecard COMMAND: what, and what to write`. A wrong word is answered with the nearest right one.
+- What cannot be is one line, `onecard COMMAND: what, and what to write`. A wrong option is answered with the nearest right one.
 - The Tab key: `onecard completion bash > ~/.local/share/bash-completion/completions/onecard`, once. For zsh: `onecard completion zsh`.
 
 ## What is wrong with this machine
