@@ -92,3 +92,49 @@ def test_before_a_step_of_training_it_says_what_to_do() -> None:
     run = oc.to_static(lambda x: model(x), plan=oc.Plan(microbatches=2))
     with pytest.raises(PlanError, match="To evaluate beside a step of training"):
         run(torch.ones(4, 8))
+
+
+def _reads_less(kind: str, planned: bool) -> list[float]:
+    """Losses of a step that reads weights on several stages, or layers on which torch has a faster way to evaluate, in turns."""
+    torch.manual_seed(0)
+    if kind == "encoder":
+        model: nn.Module = nn.Sequential(
+            *(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)), nn.Linear(8, 4)
+        )
+    else:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)), nn.Linear(8, 4))
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.1), list[float]()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(x, y)
+        if kind == "penalty":
+            loss = loss + 1e-3 * sum(p.square().sum() for p in model.parameters())
+        if kind == "two calls":
+            loss = (loss + loss_of(x.flip(1), y)) / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    runs: list[Any] = [step, loss_of]
+    if planned:
+        runs = [oc.to_static(run, plan=oc.Plan(pp=oc.get_world_size(), microbatches=4)) for run in runs]
+    for _ in range(3):
+        x, y = torch.randn(8, 3, 8), torch.randint(0, 4, (8, 3))
+        found.append(runs[0](x, y).item())
+        model.eval()
+        with torch.no_grad():
+            found.append(runs[1](x, y).item())
+        model.train()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["penalty", "two calls", "encoder"])
+def test_an_evaluation_that_reads_less_takes_nothing_away(kind):
+    """A weight that training has on two stages was given back on one: the next step hung, or was refused."""
+    wanted = _reads_less(kind, planned=False)
+    for found in run_ranks(_reads_less, 2, kind, True, timeout=120.0):
+        assert found == pytest.approx(wanted, rel=1e-5)

@@ -28,7 +28,7 @@ from onecard.static.guards.guard import LOOKED_UP, Guard
 from onecard.static.guards.lines import checks
 from onecard.static.guards.lookup import ABSENT, Place, now_at
 from onecard.static.guards.seen import Seen
-from onecard.static.guards.unchanged import differs, is_still, kept
+from onecard.static.guards.unchanged import copied, differs, is_still, kept
 from onecard.static.step.step import MISS
 
 CALLS = 6
@@ -205,3 +205,25 @@ def test_a_guard_is_asked_and_said_alike(kind: str) -> None:
     assert asked() is None and seen.difference() == ""
     change()
     assert asked() is MISS and seen.difference().startswith("that, which the step ")
+
+
+def test_a_dict_by_parameters_is_compared_by_them():
+    """A tensor as a key compares elements: "Boolean value of Tensor with more than one value is ambiguous"."""
+    net = torch.nn.Linear(4, 4)
+    slow = {p: p.detach().clone() for p in net.parameters()}
+
+    def step(x):
+        loss = net(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p, s in slow.items():
+                p -= 0.1 * p.grad
+                p.grad = None
+                s.lerp_(p, 0.5)
+        return loss.detach()
+
+    run = oc.to_static(step)
+    losses = [run(torch.ones(2, 4)).item() for _ in range(4)]
+    assert losses == sorted(losses, reverse=True) and len(run.recordings) == 1
+    held = copied(slow)
+    assert is_still(slow, held) and not is_still({torch.nn.Parameter(p): s for p, s in slow.items()}, held)

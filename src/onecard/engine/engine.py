@@ -304,7 +304,7 @@ class Engine:
             if staged is not None:
                 options["stages"] = replace(staged, k_steps=1)
         micro = self.strategy.pipeline.micro_batch_size
-        if staged is not None and micro > 1 and rows == longest != parts * count * micro:
+        if mode == "train" and staged is not None and micro > 1 and rows == longest != parts * count * micro:
             raise EngineError(
                 f"Engine: batch_size={rows}: accumulate_steps={count} microbatches of micro_batch_size={micro} rows on each of "
                 f"{parts} rank(s) are {parts * count * micro}"

@@ -47,21 +47,24 @@ def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
 def _held(recording: RecordedStep, weave: Weave, place: int) -> Iterator[Elsewhere]:
     """Which of the program's tensors this rank has; such as share memory go together.
 
-    What nobody writes, and no model has (a loss' class weights), the program may read itself: all keep it.
+    What nobody writes, and no model has (a loss' class weights), the program may read itself: all keep it. What an earlier step
+    has on more ranks stays there: an evaluation reads less than the step of training, which goes on.
     """
     nodes, memory = weave.places.graph.find_nodes(op="placeholder"), weave.places.order.memory
     memories = [i if known.within is None else known.within for i, known in enumerate(recording.inputs)]
-    used = dict[int, set[int]]()
+    used, homes = dict[int, set[int]](), weave.places.homes
     for i, node in zip(memories, nodes, strict=True):
-        used.setdefault(i, set()).update(weave.places.holders(node))
+        used.setdefault(i, set()).update(
+            weave.places.holders(node), map(homes.__getitem__, node.meta.get("stages", ()))
+        )
     written = {i for i, node in zip(memories, nodes, strict=True) if not memory.steady(node)}
     models = {known.where[1] for known in recording.inputs if known.kind == "parameter"}
     for known, node, i in zip(recording.inputs, nodes, memories, strict=True):
-        kept = len(used[i]) in (0, len(weave.ranks))
+        kept = len(used[i]) in (0, len(weave.ranks)) or node.meta.get("stages") == ()
         if known.kind == "tensor" or (known.kind == "buffer" and known.where[1] not in models):
             kept = kept or i not in written
         if known.kind in _OF_STAGES and known.facts and not kept:
-            stages = weave.places.stages.get(node, ())
+            stages = tuple(sorted({*weave.places.stages.get(node, ()), *node.meta.get("stages", ())}))
             yield Elsewhere(known.where, known.facts, known.spec, place in used[i], stages, known.name)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from zlib import crc32
 
+import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Replicate
 
@@ -94,12 +95,15 @@ class Stages(Microbatches):
     def around(self) -> Iterator[None]:
         """What the step is recorded in: random numbers are drawn by keys, and tensors of several stages travel apart."""
         before, apart.here = apart.here, True
+        fast = torch.backends.mha.get_fastpath_enabled()  # asks each tensor what it is: absent ones are not as others
+        torch.backends.mha.set_fastpath_enabled(False)
         ours = {self.axis} - divided.here  # ranks along it are to read the whole batch: each does its stages of it
         divided.here |= ours
         try:
             with one_card_random():
                 yield
         finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
             apart.here = before
             divided.here -= ours
 

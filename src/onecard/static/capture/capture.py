@@ -45,7 +45,7 @@ from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.rows.one_call import seen_as
 from onecard.tensor.rows.rows import settle_left
 from onecard.tensor.spec import OWN
-from onecard.tensor.staged import stages_of
+from onecard.tensor.staged import is_read, stages_of
 from onecard.train.modules.recordable import recordable
 
 
@@ -344,8 +344,8 @@ class Capture:
             made = replace(self._describe(node, value), within=within.get(i))
             if made.kind == "constant":
                 constants[i] = value
-            if found := stages_of(value):
-                node.meta["stages"] = found
+            if (found := stages_of(value)) or is_read(value):
+                node.meta["stages"] = found  # of an earlier step; (): it reads this on every rank
             inputs.append(made)
             node.meta["input"] = made
         return tuple(inputs), constants

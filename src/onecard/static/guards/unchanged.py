@@ -52,10 +52,15 @@ def is_still(x: Any, held: Any) -> bool:
         ordered = isinstance(x, collections.OrderedDict)
         now = copied(x) if ordered else x
         pairs = zip(dict.items(now), held.items(), strict=True)  # in their order, which a loop goes by
-        return all(a == b and not differs(v, w) for (a, v), (b, w) in pairs)
+        return all(_is_same_key(a, b) and not differs(v, w) for (a, v), (b, w) in pairs)
     if isinstance(x, set):
         return bool(x == held)
     return not any(a is not b and differs(a, b) for a, b in zip(x, held, strict=True))
+
+
+def _is_same_key(a: Any, b: Any) -> bool:
+    """Whether a dict finds the same by both; a tensor, which compares elements, is a key by itself."""
+    return a is b or (not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b))
 
 
 class Small:
