@@ -132,9 +132,25 @@ def _reads_less(kind: str, planned: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["penalty", "two calls", "encoder"])
-def test_an_evaluation_that_reads_less_takes_nothing_away(kind):
+@pytest.mark.parametrize(("kind", "ranks"), [("penalty", 2), ("penalty", 3), ("two calls", 2), ("encoder", 2)])
+def test_an_evaluation_that_reads_less_takes_nothing_away(kind, ranks):
     """A weight that training has on two stages was given back on one: the next step hung, or was refused."""
     wanted = _reads_less(kind, planned=False)
-    for found in run_ranks(_reads_less, 2, kind, True, timeout=120.0):
+    for found in run_ranks(_reads_less, ranks, kind, True, timeout=120.0):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def _engine(strategy: dict[str, Any] | None) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    engine = oc.Engine(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1), strategy=strategy)
+    data = [(torch.randn(8), torch.tensor(i % 4)) for i in range(16)]
+    made = engine.fit(data, data, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    return [*made.losses, *(float(epoch["val_loss"]) for epoch in made.epochs)]
+
+
+def test_an_engine_evaluates_in_stages_whatever_its_microbatches_are():
+    """Of eight rows in four microbatches of two: an evaluation is in one, and was asked for two rows."""
+    pipeline = {"enable": True, "accumulate_steps": 4, "micro_batch_size": 2, "degree": 2}
+    for found in run_ranks(_engine, 2, {"pipeline": pipeline}):
+        assert found == pytest.approx(_engine(None), rel=1e-5)
