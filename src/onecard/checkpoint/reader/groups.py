@@ -59,7 +59,7 @@ _NO_OPTIONS = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "max_m
 """Parameters, their names, and what schedulers put into groups."""
 
 
-def of_same_kind(target: Any, node: Any, path: str) -> Callable[[Any], Any]:
+def taker_of(target: Any, node: Any, path: str) -> Callable[[Any], Any]:
     """How an object takes its saved state; a schedule takes whatever it is given into its attributes.
 
     Raises:

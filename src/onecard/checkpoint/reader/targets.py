@@ -19,7 +19,7 @@ from onecard.checkpoint.format import tree
 from onecard.checkpoint.format.objects import Names, has_state, is_of_each_rank, is_optimizer_state, keys_of
 from onecard.checkpoint.format.portions import GRID, StateValue, entries, entries_of, has_stages, mine, own
 from onecard.checkpoint.reader.changes import Change
-from onecard.checkpoint.reader.groups import by_text, group_names, members, of_same_kind
+from onecard.checkpoint.reader.groups import by_text, group_names, members, taker_of
 from onecard.checkpoint.reader.virtual import Virtual
 from onecard.comm.world import world
 from onecard.errors import CheckpointError
@@ -83,7 +83,7 @@ class StateWalk:
         if not isinstance(target, dict | list | tuple) and has_state(target):
             if is_of_each_rank(target):
                 return self._each(target, node, path)
-            return self._later(target, of_same_kind(target, node, path), node, path)
+            return self._later(target, taker_of(target, node, path), node, path)
         if isinstance(target, dict) and target:
             return self._dict(target, node, path)
         if isinstance(target, list | tuple) and any(map(_is_filled, target)):
