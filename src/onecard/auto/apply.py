@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onecard.auto.entrance import Entrance
 from onecard.auto.first_batch import first_batch
+from onecard.auto.stages.laid_out import in_stages
 from onecard.auto.swap import lay_out
 from onecard.comm.world import world
 from onecard.errors import PlanError
@@ -28,11 +30,12 @@ from onecard.planning.search.api import plan as search
 from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3, shard_optimizer
 from onecard.train.modules.second_run import runs_of
 
+_ALL_FIRST = "F-then-B"
 STAGES = {1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
 _STEP = "oc.to_static(step, plan=plan), or Engine with Strategy.of_plan(plan), which cut a recorded step"
 _REFUSED = (
-    ("pp", lambda p: p.pp > 1, f"a pipeline is cut out of a whole step: {_STEP}"),
-    ("microbatches", lambda p: p.microbatches > 1, "the batch is computed in one: oc.to_static(step, plan=plan) divides it"),
+    ("virtual", lambda p: p.virtual > 1, f"each rank has one stage in a loop of its own; several are cut out of a step: {_STEP}"),
+    ("microbatches", lambda p: p.microbatches > 1 == p.pp, "the batch is computed in one: oc.to_static(step, plan=plan) divides it"),
     ("cp", lambda p: p.cp > 1, "needs layers that know of it, as fleet's do"),
     ("sequence_parallel", lambda p: p.sequence_parallel, "needs layers that know of it, as fleet's do; of others say outputs="),
     ("ep", lambda p: p.ep > 1, "the model's own code says where experts are"),
@@ -66,7 +69,13 @@ class Applied:
 
     def __init__(self, plan: Plan, beside: Collection[str] = ()) -> None:
         check(plan, plan.world if world.alone.here else world.get_world_size(), beside)
-        self.plan = plan
+        self.plan, self._in_stages = plan, plan.pp > 1 and "pp" not in beside
+        if self._in_stages and plan.microbatches > 1 and plan.schedule != _ALL_FIRST:
+            warnings.warn(
+                f"parallelize: schedule={plan.schedule!r}: in a loop of its own a model goes through its stages as {_ALL_FIRST}: "
+                f"all {plan.microbatches} microbatches are kept for backward. A schedule needs a recorded step: {_STEP}",
+                stacklevel=3,
+            )
         copies, parts = plan.replicas, plan.dp // plan.replicas
         degrees = (("pp", plan.pp), ("replicas", copies), ("dp", parts), ("tp", plan.tp))
         sizes = [(name, size) for name, size in degrees if size > 1]
@@ -81,13 +90,18 @@ class Applied:
             check_names(model, self.plan)
         again = _blocks(model)[: self.plan.recompute_blocks or None] if self.plan.recompute == "full" else []
         zero = self.plan.zero if self.plan.dp > self.plan.replicas else 0
-        where = lambda name: placed_by(patterns, name, self.mesh.dim_names)  # noqa: E731
-        lay_out(model, self.mesh, where, staged=self.plan.pp > 1, zero=zero)
+        staged = placed and self._in_stages
+        if staged:
+            where = lambda name, mesh: placed_by(patterns, name, mesh.dim_names)  # noqa: E731
+            entrance = in_stages(model, self.plan, self.mesh, self.batch_axes, where, again, zero)
+        else:
+            everywhere = lambda name: placed_by(patterns, name, self.mesh.dim_names)  # noqa: E731
+            lay_out(model, self.mesh, everywhere, staged=self.plan.pp > 1 and not self._in_stages, zero=zero)
+            entrance = Entrance(self.mesh, self.batch_axes)
         for block in again:  # their forward runs again in backward
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(runs_of, block))
         hold_outputs(outputs, model)
-        entrance = Entrance(self.mesh, self.batch_axes)
-        if self.batch_axes:
+        if self.batch_axes and not staged:
             entrance.before(model)
         return entrance
 
@@ -97,6 +111,8 @@ class Applied:
         overlap = None if self.plan.overlap else False  # where the device runs both beside each other
         if not zero:
             shard_optimizer(optimizer)
+        elif self._in_stages:  # each parameter has its stage's mesh
+            shard_optimizer(optimizer, STAGES[zero]("dp", overlap=overlap))
         elif zero == 3:
             shard_optimizer(optimizer, ShardingStage3("dp", self.mesh, model=model, overlap=overlap))
         else:

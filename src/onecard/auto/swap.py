@@ -34,6 +34,7 @@ def lay_out(
     held: Callable[[str, PlanError], None] | None = None,
     staged: bool = False,
     zero: int = 0,
+    on: Callable[[str], ProcessMesh] | None = None,
 ) -> None:
     """Lay a module out in place: each parameter and buffer stays the object that it is.
 
@@ -44,6 +45,7 @@ def lay_out(
         held: is told of a tensor, by name, whose place nothing can take, and which is replaced; None: that is an error.
         staged: a pipeline will divide it: of a deferred model each rank makes its own stages' parts, when these are known.
         zero: the stage that will divide what is whole until then: gradients, of stage 3 parameters, too.
+        on: where the tensor of a name lies instead, of a pipeline whose stages have meshes of their own.
 
     Raises:
         PlanError: a lazy layer, which has no parameters yet;
@@ -56,10 +58,10 @@ def lay_out(
             if id(tensor) in first or isinstance(tensor, DistTensor):
                 continue
             first[id(tensor)] = name
-            replicated = [Replicate()] * mesh.ndim
+            place = mesh if on is None else on(name)
             try:
-                ways = where(name) if isinstance(tensor, nn.Parameter) else replicated
-                _put(name, tensor, mesh, ways, staged, zero, name in shared)
+                ways = where(name) if isinstance(tensor, nn.Parameter) else [Replicate()] * place.ndim
+                _put(name, tensor, place, ways, staged, zero, name in shared)
             except PlanError as fault:
                 if held is None:
                     raise

@@ -1,0 +1,173 @@
+"""Values that come from stage to stage of a plain model: each call runs where its operands are, or the latest of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from onecard.comm.base.state import Kept
+from onecard.comm.issue.transfer import sends_under_way
+from onecard.place.mesh import ProcessMesh
+from onecard.tensor import DistTensor, reshard
+from onecard.tensor.dist_tensor import as_one_card
+
+_READS = frozenset((
+    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose",
+    "equal", "is_nonzero", "item", "numpy", "tolist",
+))  # fmt: skip
+"""What gives Python values, or a number of rows that only values tell."""
+_SHOWS = frozenset(("__format__", "__repr__", "__str__"))
+_BY_VALUES = frozenset((
+    "argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive", "_unique2",
+))  # fmt: skip
+"""Whose shape follows from values, which other stages do not have."""
+_KEEPS_STATE = frozenset(("batch_norm", "instance_norm"))
+"""They write to a buffer that they are given: they run where it is."""
+_WRITES = frozenset((
+    "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__", "__ior__", "__ipow__",
+    "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__set__", "__setitem__",
+))  # fmt: skip
+_LISTS = ("_foreach_", "_fused_", "_amp_")
+"""Operators on lists of parameters, which run each where it is."""
+
+
+def on_mesh(x: Any, mesh: ProcessMesh) -> Any:
+    """A tensor on another mesh with axes of the same names: along others it is whole. Pending sums are done first."""
+    if not isinstance(x, DistTensor) or x.process_mesh is mesh:
+        return x
+    had = dict(zip(x.process_mesh.dim_names, x.placements, strict=True))
+    there: list[Placement] = [had.get(name, Replicate()) for name in mesh.dim_names]
+    return reshard(x, mesh, [Replicate() if isinstance(p, Partial) else p for p in there])
+
+
+class BetweenStages(TorchFunctionMode):
+    """Brings the operands of each call of torch to one mesh, differentiably.
+
+    Within the model a call runs at the latest stage that an operand is on: so values go forward alone, and what is made of the
+    batch alone is made on every stage, without a message. Around it a value that all ranks have stays on all. What a call writes
+    to decides where it is on one card's memory. Values that Python reads come to every rank.
+
+    Args:
+        whole: all ranks; ``stages``: those of each stage, first one first.
+    """
+
+    def __init__(self, whole: ProcessMesh, stages: list[ProcessMesh]) -> None:
+        super().__init__()
+        self.whole, self.stages = whole, {mesh: i for i, mesh in enumerate(stages)}
+        self._inside = 0  # forwards under way, of which one may call another
+        self._brought: Any = WeakIdKeyDictionary()
+
+    @contextmanager
+    def within(self, microbatch: int = 0) -> Iterator[None]:
+        """Within the model. Its messages are under way while the program goes on (``sends_under_way``)."""
+        self._inside += 1
+        try:
+            with sends_under_way(microbatch):
+                yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._brought.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").partition(".")[0]  # of torch.ops.aten.add.Tensor, too
+        if name == "__get__":
+            return func(*args, **kwargs)
+        found = [x for x in _tensors((*args, *kwargs.values())) if self._knows(x)]
+        if not found or name.startswith(_LISTS):
+            return func(*args, **kwargs)
+        if func is Tensor.backward:
+            with self.within(), self:  # blocks that run again there
+                return _backward(*args, **kwargs)
+        mesh = self._where(name, args, kwargs, found)
+        if all(x.process_mesh is mesh for x in found):
+            return func(*args, **kwargs)
+        return func(*self._at(mesh, args), **self._at(mesh, kwargs))
+
+    def _knows(self, x: DistTensor) -> bool:
+        return x.process_mesh is self.whole or x.process_mesh in self.stages
+
+    def _where(self, name: str, args: Any, kwargs: Any, found: list[DistTensor]) -> ProcessMesh:
+        """The mesh on which a call runs."""
+        written = next(_tensors([*_written(name, args, kwargs)]), None)
+        if written is not None:
+            return written.process_mesh
+        if name in _READS or (name in _SHOWS and as_one_card.here) or _shape_by_values(name, args):
+            return self.whole
+        meshes = {x.process_mesh for x in found}
+        if self.whole in meshes and not self._inside:
+            return self.whole
+        return max(meshes, key=lambda mesh: self.stages.get(mesh, -1))
+
+    def _at(self, mesh: ProcessMesh, values: Any) -> Any:
+        """Arguments of a call, those on other meshes brought here."""
+        if isinstance(values, DistTensor):
+            return self._bring(values, mesh) if self._knows(values) and values.process_mesh is not mesh else values
+        if isinstance(values, dict):
+            return {key: self._at(mesh, x) for key, x in values.items()}
+        if type(values) in (list, tuple):
+            return type(values)(self._at(mesh, x) for x in values)
+        return values
+
+    def _bring(self, x: DistTensor, mesh: ProcessMesh) -> Tensor:
+        if not self._inside:
+            return on_mesh(x, mesh)
+        key = mesh, torch.is_grad_enabled(), x.requires_grad, -1 if x.is_inference() else x._version
+        known = self._brought.setdefault(x, {})
+        if key not in known:
+            known[key] = on_mesh(x, mesh)
+        return known[key]
+
+
+def _tensors(values: Any) -> Iterator[DistTensor]:
+    """The distributed tensors among the arguments of a call, and in lists of them."""
+    for x in values:
+        if isinstance(x, DistTensor):
+            yield x
+        elif type(x) in (list, tuple):
+            yield from _tensors(x)
+
+
+def _written(name: str, args: Any, kwargs: Any) -> Iterator[Any]:
+    """What a call writes to, by its name and its arguments."""
+    if kwargs.get("out") is not None:
+        yield kwargs["out"]
+    in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
+    if in_place and args:
+        yield args[0]
+    if name in _KEEPS_STATE:
+        yield from (*args[1:3], kwargs.get("running_mean"))
+
+
+def _backward(x: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
+    """``Tensor.backward``, which would come here again."""
+    torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _shape_by_values(name: str, args: Any) -> bool:
+    counted = name == "repeat_interleave" and len(args) > 1 and isinstance(args[1], Tensor)
+    if name in _BY_VALUES or counted or (name == "where" and len(args) == 1):
+        return True
+    index = args[1] if name == "__getitem__" and len(args) > 1 else ()
+    masks = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in masks)
+
+
+between: Kept[dict[Any, BetweenStages]] = Kept(dict)
+"""The one of each mesh that has stages."""
+
+
+def begun(whole: ProcessMesh, stages: list[ProcessMesh]) -> BetweenStages:
+    """The one of a mesh, which sees the calls of this thread from now on."""
+    if whole not in between.here:
+        between.here[whole] = made = BetweenStages(whole, stages)
+        made.__enter__()
+    return between.here[whole]
