@@ -97,7 +97,7 @@ def folders(tmp_path: Path, text: str, *names: str) -> list[Path]:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("plan", [{"dp": 2, "zero": 1}, *([{"dp": 4, "zero": 3}] if PROOF else [])], ids=str)
+@pytest.mark.parametrize("plan", [{"dp": 2, "zero": 1}, *([{"dp": 4, "zero": 3}, {"pp": 2, "dp": 2}] if PROOF else [])], ids=str)
 def test_a_classifier_with_checkpoints_and_resume(tmp_path, plan):
     one, other = folders(tmp_path, CLASSIFIER, "one", "several")
     wanted = [ran(one, "program.py"), ran(one, "program.py", "--epochs", 3, "--resume")]
@@ -112,7 +112,7 @@ COLUMNS = (("*.up.*", "tp: Shard(0)"), ("*.down.weight", "tp: Shard(1)"), ("wte.
 SUMS = (("*.down", "tp: Shard(1)"),)
 LANGUAGE_PLANS = [
     {"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 2, "placements": COLUMNS, "outputs": SUMS}, {"dp": 2, "zero": 1, "recompute": "full"},
-    {"dp": 2, "tp": 2, "zero": 2, "placements": COLUMNS},
+    {"dp": 2, "tp": 2, "zero": 2, "placements": COLUMNS}, {"pp": 2}, {"pp": 2, "dp": 2, "zero": 1, "recompute": "full"},
 ]  # fmt: skip
 
 
@@ -344,7 +344,9 @@ def test_hooks_after_gradients_read_what_one_card_would(zero):
 MIDDLE = (("0.weight", "tp: Shard(0)"), ("1.*", "tp: Shard(0)"), ("3.weight", "tp: Shard(1)"))
 PLANS = [
     {"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}, {"tp": 2, "placements": MIDDLE},
-    {"dp": 2, "tp": 2, "zero": 1, "placements": MIDDLE}, {"dp": 4, "zero": 3, "replicas": 2},
+    {"dp": 2, "tp": 2, "zero": 1, "placements": MIDDLE}, {"dp": 4, "zero": 3, "replicas": 2}, {"pp": 2},
+    {"pp": 2, "dp": 2, "zero": 3}, {"pp": 2, "dp": 2, "microbatches": 2, "schedule": "F-then-B"},
+    {"pp": 2, "tp": 2, "placements": MIDDLE},
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from onecard._torch import fakes
 from onecard._torch.hooks import keywords_of
 from onecard._torch.leaves import is_transformed
 from onecard._torch.uncompiled import is_wrapper
@@ -158,6 +159,8 @@ class ProgramWatch:
         parameters = [p for p in module.parameters() if p.requires_grad]
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
             return None  # this call makes its parameters, on each rank alike
+        if any(map(fakes.is_fake, parameters)):
+            return None  # somebody looks at the model ahead
         if any(map(is_transformed, parameters)):
             self._says_transformed(module)
             return None

@@ -90,7 +90,7 @@ class ShardTensor(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         if _differentiated(grad):
             return Unshard.apply(grad) if isinstance(grad, DistTensor) else grad, None, None
-        return _whole(grad, "gradient of shard_tensor"), None, None
+        return whole_everywhere(grad, "gradient of shard_tensor"), None, None
 
 
 class FromLocal(torch.autograd.Function):
@@ -271,7 +271,7 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
         ctx.spec = x._spec
-        return _whole(x, "full_tensor")
+        return whole_everywhere(x, "full_tensor")
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -283,7 +283,8 @@ class Unshard(torch.autograd.Function):
         return distribute(whole, spec.layout.reduced())
 
 
-def _whole(x: Tensor, name: str) -> Tensor:
+def whole_everywhere(x: Tensor, name: str) -> Tensor:
+    """The whole tensor on every rank of the world, which all take part."""
     if not isinstance(x, DistTensor):
         return x
     if x.mesh.size < world.get_world_size() and x.mesh not in groups.apart.here:

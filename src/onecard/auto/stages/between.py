@@ -13,16 +13,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from onecard.comm.base.state import Kept
+from onecard.comm.issue import groups
 from onecard.comm.issue.transfer import sends_under_way
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, reshard
 from onecard.tensor.dist_tensor import as_one_card
 
-_READS = frozenset((
-    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose",
-    "equal", "is_nonzero", "item", "numpy", "tolist",
-))  # fmt: skip
-"""What gives Python values, or a number of rows that only values tell."""
+_READS = frozenset(("__array__", "numpy", "tolist"))
+"""What gives Python values. Single ones are sent where they are asked for (``groups.stages``), also by torch itself."""
 _SHOWS = frozenset(("__format__", "__repr__", "__str__"))
 _BY_VALUES = frozenset((
     "argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive", "_unique2",
@@ -87,6 +85,9 @@ class BetweenStages(TorchFunctionMode):
         if func is Tensor.backward:
             with self.within(), self:  # blocks that run again there
                 return _backward(*args, **kwargs)
+        if func is torch.autograd.grad:  # of these tensors, not of what would come of them
+            with self.within():
+                return func(*args, **kwargs)
         mesh = self._where(name, args, kwargs, found)
         if all(x.process_mesh is mesh for x in found):
             return func(*args, **kwargs)
@@ -97,9 +98,9 @@ class BetweenStages(TorchFunctionMode):
 
     def _where(self, name: str, args: Any, kwargs: Any, found: list[DistTensor]) -> ProcessMesh:
         """The mesh on which a call runs."""
-        written = next(_tensors([*_written(name, args, kwargs)]), None)
-        if written is not None:
-            return written.process_mesh
+        written = next((x for x in _written(name, args, kwargs) if isinstance(x, Tensor)), None)
+        if written is not None:  # a plain one is on every rank
+            return written.process_mesh if isinstance(written, DistTensor) else self.whole
         if name in _READS or (name in _SHOWS and as_one_card.here) or _shape_by_values(name, args):
             return self.whole
         meshes = {x.process_mesh for x in found}
@@ -138,8 +139,8 @@ def _tensors(values: Any) -> Iterator[DistTensor]:
 
 def _written(name: str, args: Any, kwargs: Any) -> Iterator[Any]:
     """What a call writes to, by its name and its arguments."""
-    if kwargs.get("out") is not None:
-        yield kwargs["out"]
+    out = kwargs.get("out")
+    yield from out if isinstance(out, list | tuple) else [out]
     in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
     if in_place and args:
         yield args[0]
@@ -168,6 +169,7 @@ between: Kept[dict[Any, BetweenStages]] = Kept(dict)
 def begun(whole: ProcessMesh, stages: list[ProcessMesh]) -> BetweenStages:
     """The one of a mesh, which sees the calls of this thread from now on."""
     if whole not in between.here:
+        groups.stages.here.update(stages)
         between.here[whole] = made = BetweenStages(whole, stages)
         made.__enter__()
     return between.here[whole]

@@ -117,8 +117,10 @@ class InMicrobatches(LeftBehind):
                 state = {name: _without_data(x) for name, x in _state(self.module)}
                 seen, first = self._run(state, leaves, cut, tree, rows // self.count, None)
                 seen, results = self._run(state, leaves, cut, tree, rows, seen)
-        except fakes.values_needed() as why:
-            raise self._refused(f"it reads values ({type(why).__name__}), so that it cannot be looked at ahead") from why
+        except PlanError:
+            raise
+        except Exception as why:
+            raise self._refused(f"a look at one of them without data ends in {type(why).__name__}: {why}") from why
         written = [name for name, x in state.items() if not isinstance(x, nn.Parameter) and x._version]
         if seen.normalized:
             raise self._refused(f"batch norm at {seen.normalized[0]} takes the mean and variance of the batch")

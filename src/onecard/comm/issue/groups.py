@@ -152,6 +152,9 @@ apart: Kept[set[ProcessMesh]] = Kept(set)
 """Meshes whose ranks run on by themselves, beside those of other meshes (``fleet.group_sharded_parallel``): they compute
 losses of their own samples, and what they ask of a tensor is asked of them alone."""
 
+stages: Kept[set[ProcessMesh]] = Kept(set)
+"""Meshes of stages of a program that every rank runs as it is: what Python asks of a tensor there, every rank asks."""
+
 also_forget: list[Callable[[], None]] = []
 """What other modules keep of groups."""
 

@@ -156,7 +156,8 @@ class Program:
         if self.frame:
             present = iter(made)
             return tuple(next(present) if part is True else part for part in self.frame)
-        one = len(self.func._schema.returns) == 1 and len(made) == 1
+        returns = self.func._schema.returns
+        one = len(returns) == 1 == len(made) and not isinstance(returns[0].type, torch.ListType)
         return self._kept(made[0] if one else made, args, kwargs)
 
     def _wrap(

@@ -9,13 +9,14 @@ import torch
 
 from onecard._torch import names as _torch
 from onecard._torch.names import DispatchKey
+from onecard.comm.issue import groups
 from onecard.comm.world.world import get_rank
 from onecard.errors import DispatchError
 from onecard.place.layout import Layout
 from onecard.tensor.aliasing import memory
 from onecard.tensor.dispatch.entries import handler
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap, wrap_view
-from onecard.tensor.moves import whole_on_mesh
+from onecard.tensor.moves import whole_everywhere, whole_on_mesh
 from onecard.tensor.spec import Spec
 
 aten = torch.ops.aten
@@ -24,8 +25,10 @@ _included = _torch.SetExcluded
 
 @handler(aten._local_scalar_dense.default)
 def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
-    """item(): the value on every rank of the mesh."""
+    """item(): the value on every rank of the mesh; of a stage's, on every rank."""
     x = args[0]
+    if x.mesh in groups.stages.here:
+        return func(whole_everywhere(x, "item"))
     if not x._spec.here:
         raise DispatchError(
             f".item() (or bool(), float(), torch.equal) of {describe(x)}: rank {get_rank()} is not in {x.mesh!r}, so it "
