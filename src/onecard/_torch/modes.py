@@ -1,7 +1,10 @@
-"""A dispatch mode of ours: torch calls it as it is."""
+"""A dispatch mode of ours, which torch calls as it is; and one for functions, which stays."""
 
 from __future__ import annotations
 
+from torch import overrides
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -15,3 +18,19 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def put_below(mode: TorchFunctionMode) -> None:
+    """Have a mode see this thread's calls from now on, unless it does, also where it is put within somebody's ``with``.
+
+    A mode's end takes off the top of torch's stack, whatever it is; so this one goes below all others but the default device's,
+    which has to be the lowest.
+    """
+    stack = overrides._get_current_function_mode_stack()
+    if mode in stack:
+        return
+    for _ in stack:
+        overrides._pop_mode()
+    lowest = [other for other in stack if isinstance(other, DeviceContext)]
+    for each in (*lowest, mode, *(other for other in stack if other not in lowest)):
+        overrides._push_mode(each)

@@ -12,9 +12,11 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from onecard._torch.modes import put_below
 from onecard.comm.base.state import Kept
 from onecard.comm.issue import groups
 from onecard.comm.issue.transfer import sends_under_way
+from onecard.pipeline.run import no_graph
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, reshard
 from onecard.tensor.dist_tensor import as_one_card
@@ -32,6 +34,8 @@ _WRITES = frozenset((
     "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__", "__ior__", "__ipow__",
     "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__set__", "__setitem__",
 ))  # fmt: skip
+_GRADIENTS = ("backward", "grad")
+"""They take tensors for what they are."""
 _LISTS = ("_foreach_", "_fused_", "_amp_")
 """Operators on lists of parameters, which run each where it is."""
 
@@ -63,6 +67,12 @@ class BetweenStages(TorchFunctionMode):
         self._brought: Any = WeakIdKeyDictionary()
 
     @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """While torch's engine runs, which torch's functions call without the modes that saw them."""
+        with self.within(), self:
+            yield
+
+    @contextmanager
     def within(self, microbatch: int = 0) -> Iterator[None]:
         """Within the model. Its messages are under way while the program goes on (``sends_under_way``)."""
         self._inside += 1
@@ -80,14 +90,12 @@ class BetweenStages(TorchFunctionMode):
         if name == "__get__":
             return func(*args, **kwargs)
         found = [x for x in _tensors((*args, *kwargs.values())) if self._knows(x)]
-        if not found or name.startswith(_LISTS):
+        if not found:
             return func(*args, **kwargs)
-        if func is Tensor.backward:
-            with self.within(), self:  # blocks that run again there
-                return _backward(*args, **kwargs)
-        if func is torch.autograd.grad:  # of these tensors, not of what would come of them
-            with self.within():
-                return func(*args, **kwargs)
+        if name.startswith(_LISTS):
+            return func(*self._beside_plain(args), **kwargs)
+        if name in _GRADIENTS:
+            return func(*args, **kwargs)
         mesh = self._where(name, args, kwargs, found)
         if all(x.process_mesh is mesh for x in found):
             return func(*args, **kwargs)
@@ -117,6 +125,17 @@ class BetweenStages(TorchFunctionMode):
         if type(values) in (list, tuple):
             return type(values)(self._at(mesh, x) for x in values)
         return values
+
+    def _beside_plain(self, args: Any) -> list[Any]:
+        """Lists of a call, element by element: what is written to a plain tensor comes to every rank."""
+        lists = [x for x in args if type(x) in (list, tuple)] or [[]]
+        plain = {i for i, x in enumerate(lists[0]) if isinstance(x, Tensor) and not isinstance(x, DistTensor)}
+        return [
+            [on_mesh(x, self.whole) if i in plain else x for i, x in enumerate(given)]
+            if any(given is x for x in lists[1:])
+            else given
+            for given in args
+        ]
 
     def _bring(self, x: DistTensor, mesh: ProcessMesh) -> Tensor:
         if not self._inside:
@@ -148,11 +167,6 @@ def _written(name: str, args: Any, kwargs: Any) -> Iterator[Any]:
         yield from (*args[1:3], kwargs.get("running_mean"))
 
 
-def _backward(x: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
-    """``Tensor.backward``, which would come here again."""
-    torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
-
-
 def _shape_by_values(name: str, args: Any) -> bool:
     counted = name == "repeat_interleave" and len(args) > 1 and isinstance(args[1], Tensor)
     if name in _BY_VALUES or counted or (name == "where" and len(args) == 1):
@@ -171,5 +185,6 @@ def begun(whole: ProcessMesh, stages: list[ProcessMesh]) -> BetweenStages:
     if whole not in between.here:
         groups.stages.here.update(stages)
         between.here[whole] = made = BetweenStages(whole, stages)
-        made.__enter__()
+        no_graph.around.here = made.in_backward
+    put_below(between.here[whole])
     return between.here[whole]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Placement
 
 from onecard._torch.hooks import LeftBehind
+from onecard._torch.modes import put_below
 from onecard._torch.names import tree_map
 from onecard.auto.entrance import Entrance
 from onecard.auto.stages.between import BetweenStages, begun, on_mesh
@@ -36,6 +37,7 @@ class StagedEntrance(Entrance):
             self._entered.append(ExitStack())
             self._under_way.append(None)
             return args, kwargs
+        put_below(self.between)  # of another thread than before, too
         given = super().__call__(module, args, kwargs)
         stack = ExitStack()
         stack.enter_context(self.between.within())
@@ -63,7 +65,13 @@ class _Brought(LeftBehind):
 
 
 def in_stages(
-    model: nn.Module, plan: Plan, mesh: ProcessMesh, axes: tuple[str, ...], where: Where, again: Sequence[nn.Module], zero: int
+    model: nn.Module,
+    plan: Plan,
+    mesh: ProcessMesh,
+    axes: tuple[str, ...],
+    where: Where,
+    again: Sequence[nn.Module],
+    zero: int,
 ) -> Entrance:
     """Lay a model out, each part of it on its stage's ranks.
 

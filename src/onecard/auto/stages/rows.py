@@ -64,7 +64,9 @@ class InMicrobatches(LeftBehind):
                 given, named = tree_unflatten(part, tree)
                 found.append(self.forward(*given, **named))
         made, out = [tree_leaves(one) for one in found], tree_flatten(found[0])[1]
-        whole = [self._joined(same) if rows else same[0] for rows, same in zip(joins, zip(*made, strict=True), strict=True)]
+        whole = [
+            self._joined(same) if rows else same[0] for rows, same in zip(joins, zip(*made, strict=True), strict=True)
+        ]
         return tree_unflatten(whole, out)
 
     def _cut(self, leaves: Sequence[Any]) -> list[int]:
@@ -75,7 +77,8 @@ class InMicrobatches(LeftBehind):
         rows = len(batch[0][1])
         batch = [(i, x) for i, x in batch if len(x) == rows]
         even = all(
-            not x.requires_grad and (not x._spec.here or (len(x._local) % self.count == 0 and rows % len(x._local) == 0 < len(x._local)))
+            not x.requires_grad
+            and (not x._spec.here or (len(x._local) % self.count == 0 and rows % len(x._local) == 0 < len(x._local)))
             for _, x in batch
         )
         return [i for i, _ in batch] if even and rows % self.count == 0 else []
@@ -151,12 +154,20 @@ class InMicrobatches(LeftBehind):
             raise self._refused(f"what it gives back, {type(x).__name__}, is no tensor, or goes by the number of rows")
         if kind is None or (kind.how == ALIKE and kind.dims is None):
             return False
-        if kind.how == ROWS and (kind.dim, kind.before, kind.degree, kind.order) == (0, 1, 0, 0) and len(x) == kind.size:
+        if (
+            kind.how == ROWS
+            and (kind.dim, kind.before, kind.degree, kind.order) == (0, 1, 0, 0)
+            and len(x) == kind.size
+        ):
             return True
         raise self._refused(
             f"result {i} of its forward, {list(x.shape)}, is no row for each of the batch"
             + (f": {kind.where}" if kind.where else "")
-            + (" (a loss that the model computes itself: return the outputs, and compute it outside)" if not x.ndim else "")
+            + (
+                " (a loss that the model computes itself: return the outputs, and compute it outside)"
+                if not x.ndim
+                else ""
+            )
         )
 
     def _refused(self, why: str) -> PlanError:

@@ -7,6 +7,7 @@ Each microbatch's graph is given back as soon as its backward has run, on anothe
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from onecard.errors import StageError
 
 last: Kept[str] = Kept(str)
 """The call by which a pipeline trained last; "" before any has."""
+around: Kept[Callable[[], AbstractContextManager[Any]]] = Kept(lambda: nullcontext)
+"""What is entered while the engine runs: what runs again there, and hooks, are a part of the program."""
 _NO_GRAPH = "of tensors does not require grad and does not have a grad_fn"  # torch's
 
 
@@ -25,7 +28,8 @@ def telling(engine: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return engine(*args, **kwargs)
+            with around.here():
+                return engine(*args, **kwargs)
         except RuntimeError as fault:
             if last.here and _NO_GRAPH in str(fault):
                 raise StageError(_words(last.here)) from fault

@@ -13,6 +13,8 @@ from onecard.comm.agree import sparse_check
 from onecard.comm.base import record
 from onecard.comm.base.state import machine
 from onecard.comm.issue.run import run as run_steps
+from onecard.comm.world.world import get_rank
+from onecard.errors import DispatchError
 from onecard.moves import resharding
 from onecard.place.layout import Layout
 from onecard.rules.call import Path, schema_of, tensors_in
@@ -141,6 +143,8 @@ class Program:
 
     def _elsewhere(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """On a rank outside the mesh: the same results, with empty local tensors."""
+        if any(not isinstance(_at(path, args, kwargs), DistTensor) for path in self.writes):
+            raise _written_by_some(self.name, self.specs[0])
         for moved, target, name in self.moves:  # what is reduced on the mesh is reduced here, or layouts would differ
             if isinstance(_at(moved, args, kwargs), DistTensor):
                 self.move(_at(moved, args, kwargs), target, name)
@@ -171,6 +175,13 @@ class Program:
         if isinstance(result, list | tuple):
             return type(result)([self._wrap(item, specs, aliases, args, kwargs) for item in result])
         return result
+
+
+def _written_by_some(name: str, spec: Spec) -> DispatchError:
+    return DispatchError(
+        f"{name} writes a value of {spec.layout.mesh!r} to a plain tensor, which each rank has, and rank {get_rank()} is not in "
+        "this mesh: it would keep what it had, and ranks would differ. Send the value to all: x.full_tensor(), called on every rank"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
