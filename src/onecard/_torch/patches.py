@@ -65,8 +65,9 @@ TABLE: dict[str, Patch] = {
         Patch("wandb.util.json_friendly", WANDB, "`config` has the values of a distributed tensor, as of a plain one"),
         Patch("torch._dynamo.trace_rules.SKIP_DIRS", COMPILER, "the compiler does not trace onecard's own functions"),
         Patch("torch.nn.utils.get_total_norm", TENSOR, "gradients that lie on several meshes have one norm"),
-        Patch("torch.autograd._engine_run_backward", TENSOR, 
-            "a loss that a pipeline has trained says that it has no graph; blocks of stages that run again there take values as in forward",
+        Patch(
+            "torch.autograd._engine_run_backward", TENSOR,
+            "a loss that a pipeline has trained says that it has no graph; blocks that run again take values of other stages",
         ),
         Patch("torch.distributed.monitored_barrier", SHM, "shm has one, too"),
         Patch("torch.distributed.split_group", SHM, "shm has one, too"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from onecard.auto.first_batch import first_batch
 from onecard.auto.stages.laid_out import in_stages
 from onecard.auto.swap import lay_out
 from onecard.comm.world import world
-from onecard.errors import PlanError
+from onecard.errors import NothingFits, PlanError
 from onecard.machine.cost import MACHINE, Machine
 from onecard.place.mesh import ProcessMesh
 from onecard.planning.fold import blocks_of
@@ -27,6 +28,7 @@ from onecard.planning.placements import hold_outputs, names_of, strange
 from onecard.planning.placements import placed as placed_by
 from onecard.planning.plan import Plan
 from onecard.planning.search.api import plan as search
+from onecard.planning.search.plans import Plans
 from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3, shard_optimizer
 from onecard.train.modules.second_run import runs_of
 
@@ -34,8 +36,8 @@ _ALL_FIRST = "F-then-B"
 STAGES = {1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
 _STEP = "oc.to_static(step, plan=plan), or Engine with Strategy.of_plan(plan), which cut a recorded step"
 _REFUSED = (
-    ("virtual", lambda p: p.virtual > 1, f"each rank has one stage in a loop of its own; several are cut out of a step: {_STEP}"),
-    ("microbatches", lambda p: p.microbatches > 1 == p.pp, "the batch is computed in one: oc.to_static(step, plan=plan) divides it"),
+    ("virtual", lambda p: p.virtual > 1, f"in a loop of its own each rank has one stage: {_STEP}"),
+    ("microbatches", lambda p: p.pp == 1 < p.microbatches, "the batch is computed in one: oc.to_static(step, plan=plan)"),
     ("cp", lambda p: p.cp > 1, "needs layers that know of it, as fleet's do"),
     ("sequence_parallel", lambda p: p.sequence_parallel, "needs layers that know of it, as fleet's do; of others say outputs="),
     ("ep", lambda p: p.ep > 1, "the model's own code says where experts are"),
@@ -45,8 +47,29 @@ _REFUSED = (
 """What of a plan no plain model can have applied: the field, whether a plan has it, why not."""
 
 
-PLAIN = {"pp": 1, "cp": 1, "microbatches": 1}
-"""Fields of the plans that can be applied to a plain model, as it trains in a loop of its own."""
+_PLAIN = {"pp": 1, "cp": 1, "microbatches": 1}
+"""Fields of the plans that any plain model can have, as it trains in a loop of its own."""
+_IN_STAGES = {"cp": 1, "microbatches": 1, "virtual": 1, "schedule": "1F1B"}
+"""And of those that go through stages, one after the other, which is slow: where nothing else has room."""
+
+
+def found_plain(searched: Callable[[dict[str, Any]], Plans], fixed: Mapping[str, Any] = MappingProxyType({})) -> Plans:
+    """The plans of a plain model: without stages, and where none of these fits, in stages.
+
+    Args:
+        searched: finds plans with such fields.
+        fixed: fields that somebody has said.
+
+    Raises:
+        NothingFits: nor in stages.
+    """
+    try:
+        return searched({**_PLAIN, **fixed})
+    except NothingFits as why:
+        try:
+            return searched({**_IN_STAGES, **fixed})
+        except PlanError:
+            raise why from None
 
 
 def pure(ranks: int) -> Plan:
@@ -230,6 +253,8 @@ def _found(model: nn.Module, loader: Any, loss: Any, machine: Machine, memory: i
     batch = first_batch(loader, lambda: _read_once(loader))
     parts = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
     ranks = world.get_world_size()
-    found = search(model, world=ranks, machine=machine, batch=parts, loss=loss, memory=memory, fixed=PLAIN).best
+    found = found_plain(
+        lambda fixed: search(model, world=ranks, machine=machine, batch=parts, loss=loss, memory=memory, fixed=fixed)
+    ).best
     gc.collect()  # what a recording has looked at refers to the parameters weakly, in cycles; then they could not be swapped
     return found

@@ -13,9 +13,10 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
-from onecard.auto.apply import PLAIN, pure
+from onecard.auto.apply import found_plain, pure
 from onecard.auto.calls import over
 from onecard.auto.files import Overlay
 from onecard.auto.rank import Job
@@ -113,7 +114,7 @@ def searched(
     ranks: int,
     machine: Machine,
     memory: float,
-    fixed: Mapping[str, Any] = PLAIN,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
     objective: str = "time",
 ) -> tuple[Plans, dict[str, list[int]]]:
     """The plans of a program for one card, and the shapes of its parameters by name.
@@ -134,10 +135,14 @@ def searched(
         def of(parts: tuple[Any, ...]) -> tuple[Plans, dict[str, list[int]]]:
             model, batch, loss = parts
             names = {name: list(p.shape) for name, p in model.named_parameters()}
-            found = plan(
-                model, world=ranks, machine=machine, batch=tuple(batch), loss=loss, memory=limit, fixed=fixed, objective=objective
-            )  # fmt: skip
-            return found, names
+
+            def with_fields(all_fixed: dict[str, Any]) -> Plans:
+                return plan(
+                    model, world=ranks, machine=machine, batch=tuple(batch), loss=loss, memory=limit, fixed=all_fixed,
+                    objective=objective,
+                )  # fmt: skip
+
+            return found_plain(with_fields, fixed), names
 
         try:
             return of(program.parts())

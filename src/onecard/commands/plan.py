@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from onecard.auto.apply import PLAIN
 from onecard.auto.rank import Job
 from onecard.commands.find import searched
 from onecard.commands.front import (
@@ -118,9 +117,7 @@ def _script(asked: Asked, words: list[str], fixed: Mapping[str, Any]) -> tuple[P
         )
     check_script(Path(asked.target))
     on = machine_named(asked.machine, measured_for(asked.world)) if asked.machine else this_machine()
-    found, names = searched(
-        Path(asked.target), words, asked.world, on, asked.memory or 0.0, {**PLAIN, **fixed}, asked.objective
-    )
+    found, names = searched(Path(asked.target), words, asked.world, on, asked.memory or 0.0, fixed, asked.objective)
     return found, Job(found.best, names).to_json()
 
 

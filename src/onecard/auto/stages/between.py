@@ -93,7 +93,7 @@ class BetweenStages(TorchFunctionMode):
         if not found:
             return func(*args, **kwargs)
         if name.startswith(_LISTS):
-            return func(*self._beside_plain(args), **kwargs)
+            return func(*self._each(args), **kwargs)
         if name in _GRADIENTS:
             return func(*args, **kwargs)
         mesh = self._where(name, args, kwargs, found)
@@ -126,16 +126,19 @@ class BetweenStages(TorchFunctionMode):
             return type(values)(self._at(mesh, x) for x in values)
         return values
 
-    def _beside_plain(self, args: Any) -> list[Any]:
-        """Lists of a call, element by element: what is written to a plain tensor comes to every rank."""
-        lists = [x for x in args if type(x) in (list, tuple)] or [[]]
-        plain = {i for i, x in enumerate(lists[0]) if isinstance(x, Tensor) and not isinstance(x, DistTensor)}
-        return [
-            [on_mesh(x, self.whole) if i in plain else x for i, x in enumerate(given)]
-            if any(given is x for x in lists[1:])
-            else given
-            for given in args
-        ]
+    def _each(self, args: Any) -> list[Any]:
+        """Arguments of an operator on lists: each element of the first list decides where those beside it come to."""
+        first: Any = next((x for x in args if type(x) in (list, tuple)), [])
+        places = [x.process_mesh if isinstance(x, DistTensor) else self.whole for x in first]
+
+        def brought(given: Any) -> Any:
+            if isinstance(given, DistTensor):  # one for all of them
+                return given.full_tensor() if self._knows(given) else given
+            if given is first or type(given) not in (list, tuple) or len(given) != len(places):
+                return given
+            return [self._at(mesh, x) for x, mesh in zip(given, places, strict=True)]
+
+        return [brought(x) for x in args]
 
     def _bring(self, x: DistTensor, mesh: ProcessMesh) -> Tensor:
         if not self._inside:

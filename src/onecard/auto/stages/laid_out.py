@@ -17,8 +17,10 @@ from onecard.auto.stages.between import BetweenStages, begun, on_mesh
 from onecard.auto.stages.places import meshes, stages_of
 from onecard.auto.stages.rows import InMicrobatches
 from onecard.auto.swap import lay_out
+from onecard.errors import PlanError
 from onecard.place.mesh import ProcessMesh
 from onecard.planning.plan import Plan
+from onecard.train.lazy import refuse_lazy
 
 Where = Callable[[str, ProcessMesh], Sequence[Placement]]
 
@@ -80,6 +82,7 @@ def in_stages(
         where: (the name of a parameter, its stage's mesh) -> how it lies there.
         again: blocks whose forward runs again in backward.
     """
+    refuse_lazy(model, "laying a model out", PlanError)
     places, of = meshes(mesh), stages_of(model, plan)
     at = {name: mesh if stage is None else places[stage] for name, stage in of.items()}
     lay_out(model, mesh, lambda name: where(name, at[name]), zero=zero, on=at.__getitem__)

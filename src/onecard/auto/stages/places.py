@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import nn
 
@@ -98,5 +98,5 @@ def _of_layers(model: nn.Module, plan: Plan) -> dict[str, int]:
 
 
 def _spread(bounds: Sequence[int]) -> Iterator[int]:
-    for stage, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for stage, (begin, end) in enumerate(pairwise(bounds)):
         yield from [stage] * (end - begin)

@@ -44,9 +44,15 @@ class Additive(DispatchMode):
     Args:
         leaves: its arguments; those that are tensors with dims are the batch.
         before: what a run on a k-th of the rows has shown, so that numbers which follow the rows are known by comparison.
+        backward: whether operators of backward are looked at, too: else they are known by what it begins with.
+
+    Attributes:
+        draws: what draws random numbers, and how many.
     """
 
-    def __init__(self, leaves: Sequence[Any], before: Verdict | None = None, k: int = 1) -> None:
+    def __init__(
+        self, leaves: Sequence[Any], before: Verdict | None = None, k: int = 1, backward: bool = False
+    ) -> None:
         super().__init__()
         self.known: Any = WeakIdKeyDictionary()
         self.shadows = Shadows(self.known)
@@ -54,10 +60,11 @@ class Additive(DispatchMode):
         batch = [x for x in leaves if isinstance(x, Tensor) and x.dim()]
         self.rows = batch[0].shape[0] if batch else 0
         self.kinds = Kinds(self.rows, before, k)
-        self.verdict, self.first = self.kinds.verdict, before is None
+        self.verdict, self.first, self.backward = self.kinds.verdict, before is None, backward
+        self.draws: list[tuple[str, int]] = []
         self.passes = Passes(self._kind_of, self._keep, lambda: iter([*self.known]))
         for x in batch:
-            self._keep(x, Kind(ROWS, size=self.rows))
+            self.given(x)
 
     def __enter__(self) -> Additive:
         self._told = ExitStack()
@@ -81,6 +88,14 @@ class Additive(DispatchMode):
         """Whether a number in the step, or in what it returns, is another one than before."""
         before = {} if self.kinds.before is None else self.kinds.before.values
         return self.kinds.moved or any(i in before and before[i] != v for i, v in self.verdict.values.items())
+
+    def given(self, x: Tensor) -> None:
+        """A tensor is a part of the batch, too: it has a row for each of the batch's."""
+        self._keep(x, Kind(ROWS, size=self.rows))
+
+    def of(self, x: Tensor) -> Kind | None:
+        """How a tensor depends on the rows; None: the batch is not in it."""
+        return self._kind_of(x)
 
     def returned(self, results: Any) -> Verdict:
         """The verdict, once the step has ended."""
@@ -130,7 +145,7 @@ class Additive(DispatchMode):
         if func is torch.ops.aten.as_strided_.default and _moves_nothing(args[0], *args[1:]):
             return func(*args, **(kwargs or {}))  # as a pool in channels_last says where its one element lies
         result = func(*args, **(kwargs or {}))
-        if self.rows and not in_backward():
+        if self.rows and (self.backward or not in_backward()):
             with no_dispatch(), torch.no_grad():
                 self._look(func, args, kwargs or {}, result)
         return result
@@ -165,6 +180,8 @@ class Additive(DispatchMode):
             found = [lost if any(map(told, map(self.known.get, given))) else None] * len(made)
         for x, kind in zip(made, found, strict=True):
             self._now(x, kind, writes)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws.append((f"{schema.functional} at {record.user_line()}", sum(x.numel() for x in made)))
 
     def _is_apart(self, schema: Schema, given: list[Tensor], made: list[Tensor]) -> bool:
         """Whether a call has nothing to do with the batch: an optimizer's, most of all, of which there are many."""

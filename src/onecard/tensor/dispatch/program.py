@@ -180,7 +180,8 @@ class Program:
 def _written_by_some(name: str, spec: Spec) -> DispatchError:
     return DispatchError(
         f"{name} writes a value of {spec.layout.mesh!r} to a plain tensor, which each rank has, and rank {get_rank()} is not in "
-        "this mesh: it would keep what it had, and ranks would differ. Send the value to all: x.full_tensor(), called on every rank"
+        "this mesh: it would keep what it had, and ranks would differ. Send the value to all: x.full_tensor(), called on "
+        "every rank"
     )
 
 

@@ -110,10 +110,14 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
             f"as_strided of {describe(x)}, which is a view: the memory around it is not on this rank. Take it from a copy, "
             "x.clone().as_strided(...), or index instead"
         )
-    local, spec = whole_on_mesh(x, "as_strided"), x._spec
+    spec = x._spec
     if not spec.here:
+        x._become(
+            Layout.replicated(x.mesh, x.dim()), "as_strided", "x", "asked for", explicit=True
+        )  # as it is on its mesh
         meta = func(spec.meta(), *args[1:], **kwargs)
-        return wrap(local, Spec.like(Layout.replicated(x.mesh, meta.dim()), meta, spec.device))
+        return wrap(x._local.detach(), Spec.like(Layout.replicated(x.mesh, meta.dim()), meta, spec.device))
+    local = whole_on_mesh(x, "as_strided")
     shares = spec.layout.is_replicated and local.stride() == spec.stride and local.storage_offset() == 0
     if not shares:
         local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(local)

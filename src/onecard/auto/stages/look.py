@@ -1,0 +1,196 @@
+"""A look at a plain model ahead of its microbatches, without data: whether each row of its batch stands for itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from onecard._torch import fakes
+from onecard._torch import names as _torch
+from onecard._torch.names import tree_leaves, tree_unflatten
+from onecard.errors import PlanError
+from onecard.static.passes.additive import Additive
+from onecard.static.passes.dependence import ADDS, ALIKE, ROWS, Kind, Verdict
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class RowLook:
+    """Looks at the forward of a model with the rows of one of ``count`` microbatches, then with all.
+
+    Args:
+        module: is called with fake tensors in place of its own.
+        leaves: of what it is called with, ``tree`` its structure; ``cut``: which of them are the batch.
+    """
+
+    def __init__(self, module: nn.Module, count: int, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> None:
+        self.module, self.count, self.leaves, self.cut, self.tree = module, count, leaves, cut, tree
+
+    def joins(self) -> list[bool]:
+        """Which results have rows; the others are the same for all microbatches.
+
+        Raises:
+            PlanError: rows do not stand for themselves.
+        """
+        rows = len(self.leaves[self.cut[0]])
+        try:
+            with torch.random.fork_rng(devices=[]), self._attributes_kept(), _torch.fake_tensors():
+                state = {name: _without_data(x) for name, x in _state(self.module)}
+                part, first = self._run(state, rows // self.count, None)
+                whole, results = self._run(state, rows, part.verdict)
+        except PlanError:
+            raise
+        except Exception as why:
+            raise self._refused(f"a look at one of them without data ends in {type(why).__name__}: {why}") from why
+        self._check_draws(part.draws, whole.draws)
+        seen = whole.verdict
+        written = [name for name, x in state.items() if not isinstance(x, nn.Parameter) and x._version]
+        if seen.normalized:
+            raise self._refused(f"batch norm at {seen.normalized[0]} takes the mean and variance of the batch")
+        if seen.open or seen.unsure:
+            raise self._refused("a number in it may count rows")
+        if written:
+            raise self._refused(f"it writes to its buffer {written[0]!r}, once for each microbatch")
+        kinds = iter(seen.results)
+        return [
+            self._has_rows(i, next(kinds) if isinstance(x, Tensor) else None, x, before)
+            for i, (x, before) in enumerate(zip(results, first, strict=True))
+        ]
+
+    def _run(self, state: Any, rows: int, before: Verdict | None) -> tuple[Additive, list[Any]]:
+        """What a look at so many rows shows, and what the model gives back."""
+        given = [_without_data(x, rows if i in self.cut else None) for i, x in enumerate(self.leaves)]
+        looker = Additive([given[i] for i in self.cut], before, 1 if before is None else self.count, backward=True)
+        hooks = _Hooks()
+        args, kwargs = tree_unflatten(given, self.tree)
+        with numbers_kept(), looker, hooks:
+            out = functional_call(self.module, state, args, kwargs, strict=False)
+            results = tree_leaves(out)
+            with _torch.no_fakes():
+                looker.returned(out)
+            if hooks.heard or _has_own_backward(results):
+                self._check_gradients(looker, state, results)
+        return looker, results
+
+    def _check_draws(self, part: Sequence[tuple[str, int]], whole: Sequence[tuple[str, int]]) -> None:
+        """Whether each row has random numbers of its own."""
+        for (words, many), (_, all_rows) in zip(part, whole, strict=False):
+            if many * self.count != all_rows:
+                raise self._refused(f"{words} draws for the batch, not for each of its rows")
+
+    def _check_gradients(self, looker: Additive, state: dict[str, Tensor], results: list[Any]) -> None:
+        """Whether what rows send back adds up, where hooks of activations, or a program's own functions, have a part in it."""
+        ends = [x for x in results if isinstance(x, Tensor) and x.requires_grad and x.ndim and len(x) == looker.rows]
+        learns = {name: x for name, x in state.items() if x.requires_grad}
+        if not ends or not learns:
+            return
+        seeds = [torch.empty_like(x) for x in ends]
+        for seed in seeds:
+            looker.given(seed)
+        grads = torch.autograd.grad(ends, [*learns.values()], seeds, allow_unused=True)
+        for name, grad in zip(learns, grads, strict=True):
+            kind = None if grad is None else looker.of(grad)
+            if kind is not None and (kind.how, kind.degree) != (ADDS, 1):
+                raise self._refused(
+                    f"a hook, or a backward of its own, has a part in the gradient of {name!r}, which then is no sum over rows"
+                    + (f": {kind.where}" if kind.where else "")
+                )
+
+    def _has_rows(self, i: int, kind: Kind | None, x: Any, before: Any) -> bool:
+        """Whether a result has a row for each of the batch, and not the same for all microbatches."""
+        if not isinstance(x, Tensor):
+            if x is before or (type(x) is type(before) and isinstance(x, int | float | str) and x == before):
+                return False
+            raise self._refused(f"what it gives back, {type(x).__name__}, is no tensor, or goes by the number of rows")
+        if kind is None or (kind.how == ALIKE and kind.dims is None):
+            return False
+        outermost = kind.how == ROWS and (kind.dim, kind.before) == (0, 1) and len(x) % kind.size == 0
+        if outermost and not kind.degree and not kind.order:
+            return True
+        raise self._refused(
+            f"result {i} of its forward, {list(x.shape)}, is no row for each of the batch"
+            + (f": {kind.where}" if kind.where else "")
+            + (
+                " (a loss that the model computes itself: return the outputs, and compute it outside)"
+                if not x.ndim
+                else ""
+            )
+        )
+
+    def _refused(self, why: str) -> PlanError:
+        return PlanError(
+            f"parallelize: microbatches={self.count}: {type(self.module).__name__} goes through its stages in microbatches, and "
+            f"{why}. Its numbers would not be one card's: microbatches=1, or oc.to_static(step, plan=plan), which knows the loss",
+            "microbatches",
+        )
+
+    @contextmanager
+    def _attributes_kept(self) -> Iterator[None]:
+        """Numbers that modules keep of their own, by which microbatches would be told apart."""
+        before = [(m, {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)}) for m in self.module.modules()]
+        try:
+            yield
+        finally:
+            wrong = [(m, k) for m, values in before for k, v in values.items() if vars(m).get(k, v) != v]
+            for module, values in before:
+                vars(module).update(values)
+        for module, key in wrong:
+            raise self._refused(f"it changes {type(module).__name__}.{key}, once for each microbatch")
+
+
+@contextmanager
+def numbers_kept() -> Iterator[None]:
+    """Python's and NumPy's random numbers are drawn inside as if they were not."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+class _Hooks(TorchFunctionMode):
+    """Whether a forward registers a hook of a gradient."""
+
+    heard = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.heard |= func is Tensor.register_hook
+        return func(*args, **(kwargs or {}))
+
+
+def _has_own_backward(results: Sequence[Any]) -> bool:
+    """Whether a function with a backward in Python has a part in results: a program's, or a hook of a module."""
+    waiting = [x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen = {*waiting}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, BackwardCFunction):
+            return True
+        more = [before for before, _ in node.next_functions if before is not None and before not in seen]
+        seen.update(more)
+        waiting += more
+    return False
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=True)
+    yield from module.named_buffers(remove_duplicate=True)
+
+
+def _without_data(x: Any, rows: int | None = None) -> Any:
+    """A tensor of the same shape, with so many rows, in the mode that makes tensors without data."""
+    if not isinstance(x, Tensor):
+        return x
+    shape = x.shape if rows is None else (rows, *x.shape[1:])
+    made = torch.empty(shape, dtype=x.dtype, device=fakes.device_of(x))
+    return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
