@@ -97,7 +97,9 @@ def folders(tmp_path: Path, text: str, *names: str) -> list[Path]:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("plan", [{"dp": 2, "zero": 1}, *([{"dp": 4, "zero": 3}, {"pp": 2, "dp": 2}] if PROOF else [])], ids=str)
+@pytest.mark.parametrize(
+    "plan", [{"dp": 2, "zero": 1}, *([{"dp": 4, "zero": 3}, {"pp": 2, "dp": 2}] if PROOF else [])], ids=str
+)
 def test_a_classifier_with_checkpoints_and_resume(tmp_path, plan):
     one, other = folders(tmp_path, CLASSIFIER, "one", "several")
     wanted = [ran(one, "program.py"), ran(one, "program.py", "--epochs", 3, "--resume")]

@@ -269,6 +269,8 @@ class Odd(nn.Module):
             h = h - h.mean(0)
         elif self.kind == "a number":
             h = h / len(x)
+        elif self.kind == "a value that is kept":
+            self.kept = h
         elif self.kind == "a draw":
             h = h * torch.rand(6)
         elif self.kind == "a value" and h.sum() > 0:
@@ -290,6 +292,7 @@ REFUSED = {
     "an attribute": "it changes Odd.calls, once for each microbatch",
     "rows together": "result 0 of its forward, .* is no row for each of the batch: sub at .* puts what all rows give",
     "a number": "result 0 of its forward, .* is no row for each of the batch",
+    "a value that is kept": r"kept keeps a value of its forward, \[8, 6\], which would be one microbatch's",
     "a draw": "rand at .* draws for the batch, not for each of its rows",
     "a value": "a look at one of them without data ends in DataDependentOutputException",
     "a hook": "a hook, or a backward of its own, has a part in the gradient of 'a.weight'",
@@ -324,8 +327,12 @@ class Free(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.table, self.asked = None, False
 
     def forward(self, x: Any, scale: float = 1.0, names: Any = None) -> Any:
+        if self.table is None:
+            self.table, self.asked = torch.linspace(0, 1, 6), True
+        x = x + self.table
         for block in self.blocks:
             if random.random() < 0.7:
                 x = x + torch.tanh(block(x)) * float(np.random.rand())

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -77,6 +78,19 @@ def keywords_of(module: nn.Module) -> dict[str, Any] | None:
             return local["kwargs"] if local.get("self") is module and isinstance(local.get("kwargs"), dict) else None
         frame = frame and frame.f_back
     return None
+
+
+@contextmanager
+def without_cached_weights() -> Iterator[None]:
+    """Inside, ``parametrize.cached()`` keeps nothing, and gives nothing that it has."""
+    names = ("_cache_enabled", "_cache")
+    before = [getattr(parametrize, name) for name in names]
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(parametrize, name, value)
 
 
 @contextmanager

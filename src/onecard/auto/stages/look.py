@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 from onecard._torch import fakes
 from onecard._torch import names as _torch
+from onecard._torch.hooks import without_cached_weights
 from onecard._torch.names import tree_leaves, tree_unflatten
 from onecard.errors import PlanError
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import ADDS, ALIKE, ROWS, Kind, Verdict
 
 _PLAIN = (bool, int, float, str, type(None))
+_Numbers = dict[int, dict[str, Any]]
 
 
 class RowLook:
@@ -43,10 +46,13 @@ class RowLook:
         """
         rows = len(self.leaves[self.cut[0]])
         try:
-            with torch.random.fork_rng(devices=[]), self._attributes_kept(), _torch.fake_tensors():
+            with torch.random.fork_rng(devices=[]), _as_it_was(self.module), _torch.fake_tensors():
                 state = {name: _without_data(x) for name, x in _state(self.module)}
                 part, first = self._run(state, rows // self.count, None)
+                numbers = _numbers(self.module)
                 whole, results = self._run(state, rows, part.verdict)
+                self._check_changed(numbers, _numbers(self.module))
+                self._check_kept(whole)
         except PlanError:
             raise
         except Exception as why:
@@ -62,12 +68,12 @@ class RowLook:
             raise self._refused(f"it writes to its buffer {written[0]!r}, once for each microbatch")
         kinds = iter(seen.results)
         return [
-            self._has_rows(i, next(kinds) if isinstance(x, Tensor) else None, x, before)
+            self._has_rows(i, next(kinds) if isinstance(x, torch.Size) else None, x, before)
             for i, (x, before) in enumerate(zip(results, first, strict=True))
         ]
 
     def _run(self, state: Any, rows: int, before: Verdict | None) -> tuple[Additive, list[Any]]:
-        """What a look at so many rows shows, and what the model gives back."""
+        """What a look at so many rows shows, and what the model gives back: of tensors their shapes."""
         given = [_without_data(x, rows if i in self.cut else None) for i, x in enumerate(self.leaves)]
         looker = Additive([given[i] for i in self.cut], before, 1 if before is None else self.count, backward=True)
         hooks = _Hooks()
@@ -79,7 +85,18 @@ class RowLook:
                 looker.returned(out)
             if hooks.heard or _has_own_backward(results):
                 self._check_gradients(looker, state, results)
-        return looker, results
+        return looker, [x.shape if isinstance(x, Tensor) else x for x in results]
+
+    def _check_kept(self, looker: Additive) -> None:
+        """Whether a value of the forward lives on, which then is that of one microbatch: a hook has it, an attribute, a list."""
+        rows = lambda: [x for x in looker.known if (kind := looker.of(x)) is not None and kind.how in (ROWS, ADDS)]  # noqa: E731
+        if rows() and gc.collect() is not None and (kept := rows()):
+            named = (f"{name}.{key}".lstrip(".") for name, m in self.module.named_modules() for key, x in vars(m).items()
+                     if any(x is other for other in kept))  # fmt: skip
+            who = next(named, "a hook, or a list outside of it")
+            raise self._refused(
+                f"{who} keeps a value of its forward, {list(kept[0].shape)}, which would be one microbatch's"
+            )
 
     def _check_draws(self, part: Sequence[tuple[str, int]], whole: Sequence[tuple[str, int]]) -> None:
         """Whether each row has random numbers of its own."""
@@ -107,23 +124,19 @@ class RowLook:
 
     def _has_rows(self, i: int, kind: Kind | None, x: Any, before: Any) -> bool:
         """Whether a result has a row for each of the batch, and not the same for all microbatches."""
-        if not isinstance(x, Tensor):
+        if not isinstance(x, torch.Size):
             if x is before or (type(x) is type(before) and isinstance(x, int | float | str) and x == before):
                 return False
             raise self._refused(f"what it gives back, {type(x).__name__}, is no tensor, or goes by the number of rows")
         if kind is None or (kind.how == ALIKE and kind.dims is None):
             return False
-        outermost = kind.how == ROWS and (kind.dim, kind.before) == (0, 1) and len(x) % kind.size == 0
+        outermost = kind.how == ROWS and (kind.dim, kind.before) == (0, 1) and x[0] % kind.size == 0
         if outermost and not kind.degree and not kind.order:
             return True
         raise self._refused(
-            f"result {i} of its forward, {list(x.shape)}, is no row for each of the batch"
+            f"result {i} of its forward, {list(x)}, is no row for each of the batch"
             + (f": {kind.where}" if kind.where else "")
-            + (
-                " (a loss that the model computes itself: return the outputs, and compute it outside)"
-                if not x.ndim
-                else ""
-            )
+            + (" (a loss that the model computes itself: return the outputs, and compute it outside)" if not x else "")
         )
 
     def _refused(self, why: str) -> PlanError:
@@ -133,18 +146,35 @@ class RowLook:
             "microbatches",
         )
 
-    @contextmanager
-    def _attributes_kept(self) -> Iterator[None]:
-        """Numbers that modules keep of their own, by which microbatches would be told apart."""
-        before = [(m, {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)}) for m in self.module.modules()]
-        try:
+    def _check_changed(self, before: _Numbers, after: _Numbers) -> None:
+        """Whether modules count calls, or note something of a batch: between two looks nothing of theirs may change."""
+        for module in self.module.modules():
+            was, now = before.get(id(module), {}), after.get(id(module), {})
+            for key in sorted({*was, *now}):
+                if was.get(key) != now.get(key):
+                    raise self._refused(f"it changes {type(module).__name__}.{key}, once for each microbatch")
+
+
+def _numbers(module: nn.Module) -> _Numbers:
+    """What modules have of numbers and words."""
+    return {id(m): {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)} for m in module.modules()}
+
+
+@contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """What a forward puts into its modules is taken back: tables that it makes once would have no data."""
+    tables = ("_parameters", "_buffers", "_modules")
+    before = [(m, {**vars(m)}, {name: {**vars(m)[name]} for name in tables}) for m in module.modules()]
+    try:
+        with without_cached_weights():
             yield
-        finally:
-            wrong = [(m, k) for m, values in before for k, v in values.items() if vars(m).get(k, v) != v]
-            for module, values in before:
-                vars(module).update(values)
-        for module, key in wrong:
-            raise self._refused(f"it changes {type(module).__name__}.{key}, once for each microbatch")
+    finally:
+        for m, held, inside in before:
+            vars(m).clear()
+            vars(m).update(held)
+            for name, values in inside.items():
+                held[name].clear()
+                held[name].update(values)
 
 
 @contextmanager
