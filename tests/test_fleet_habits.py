@@ -432,3 +432,32 @@ def test_a_hook_of_a_parameter_that_one_rank_alone_reaches_is_named() -> None:
     with pytest.raises(RankError, match=r"for '' \[\] of hooks of heads.0.(bias|weight), summed in backward") as caught:
         run_ranks(heads_apart, 2, True)
     assert "hooks of heads.1." in str(caught.value)
+
+
+def apart_along_mp(how: str) -> None:
+    """No other rank sees other data: what one rank of a layer does alone."""
+    begin(mp=2)
+    torch.manual_seed(0)
+    column = fleet.meta_parallel.ColumnParallelLinear(4, 6, has_bias=True, gather_output=True)
+    model = fleet.distributed_model(nn.Sequential(nn.LayerNorm(4), column))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), LR))
+    for step in range(4):
+        x = torch.randn(8, 4)
+        model(x + oc.get_rank() * (how == "batch")).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if how == "update" and step == 1:
+            with torch.no_grad():
+                model[0].bias.add_(oc.get_rank())
+
+
+def test_copies_and_batches_are_compared_along_mp() -> None:
+    run_ranks(apart_along_mp, 2, "")
+    with pytest.raises(
+        RankError, match=r"the parameter 0.bias is one parameter on ranks \[0, 1\], but it differs between ranks"
+    ):
+        run_ranks(apart_along_mp, 2, "update")
+    with pytest.raises(
+        RankError, match=r"argument 0 is one batch on ranks \[0, 1\], which divide layers, but it differs"
+    ):
+        run_ranks(apart_along_mp, 2, "batch")

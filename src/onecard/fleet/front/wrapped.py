@@ -14,7 +14,7 @@ from onecard.comm.agree import sparse_check
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.fleet.gradients import hooks, merging, pending
-from onecard.fleet.gradients.copies import compare, equalise
+from onecard.fleet.gradients.copies import compare, compare_given, equalise
 from onecard.fleet.grid.strategy import DistributedStrategy
 from onecard.fleet.zero.carried import Members, declare
 
@@ -35,6 +35,7 @@ class DistributedModel(nn.Module):
         self._members: Members | None = None
         self._family: pending.Family | None = None
         self._number, self._later, self._compared = sparse_check.serial("model"), sparse_check.serial("model"), -1
+        self._given = sparse_check.serial("model")
         self._adopt()
         module.register_forward_pre_hook(self._begin, prepend=True)
         module.register_forward_hook(self._end)
@@ -55,7 +56,9 @@ class DistributedModel(nn.Module):
         if not torch.is_grad_enabled() or not self.module.training:
             return
         backwards = 0 if self._family is None else self._family.backwards
-        if backwards != self._compared:  # once for all microbatches of a step
+        if (
+            backwards != self._compared or self._data.size == 1
+        ):  # once for all microbatches of a step, where they are known
             self._compared = backwards
             self._compare()
 
@@ -100,6 +103,9 @@ class DistributedModel(nn.Module):
             kind = next((p.device.type for p in self.module.parameters()), "cpu")
             context = torch.autocast(kind, self._amp)
         with context:
+            if self.module.training and torch.is_grad_enabled():
+                with recorded.unrecorded():
+                    compare_given(self._given, self.module, args, kwargs)
             return self.module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

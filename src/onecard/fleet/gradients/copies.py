@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onecard._torch.names import tree_leaves
 from onecard.comm.agree import sparse_check
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks
 from onecard.comm.world import world
 from onecard.fleet.gradients import holders
 from onecard.fleet.gradients import sums as gradients
+from onecard.fleet.grid.topology import get_hybrid_communicate_group
+from onecard.train.shard import held
 
 _CURE = (
     "Each rank must do the same to its copy. p.grad, and what torch.autograd.grad gives for a parameter, are of all ranks' data; "
@@ -37,6 +41,35 @@ def equalise(tensors: Iterable[Tensor]) -> None:
         for bucket in gradients.buckets(mine):
             with gradients.together([p.detach() for p in bucket]) as flat:
                 plain.broadcast(flat, group, 0, call="distributed_model")
+
+
+_SAME_BATCH = (
+    "Ranks along mp compute one batch together: DistributedBatchSampler gives them the same, or a sampler with "
+    "rank=hcg.get_data_parallel_rank(), num_replicas=hcg.get_data_parallel_world_size(); layers cut a sequence "
+    "themselves"
+)
+
+
+def compare_given(number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Ahead of a forward: what ranks along mp are given, at forwards 1, 2, 4, 8, 16, 24, ...
+
+    Not of a model of sequence parallelism, which may be given its part: gradients of its parameters are summed along mp.
+
+    Raises:
+        CommunicationError: they were given other numbers.
+    """
+    hcg = get_hybrid_communicate_group()
+    if not sparse_check.on.here or hcg.degrees["mp"] == 1:
+        return
+    group = hcg.group("mp")
+    site = sparse_check.site(("fleet given", number, group.ranks), lambda: f"fleet given {number}/{group.ranks}")
+    if not site.tick() or any(group in held(p).sums for p in model.parameters()):
+        return
+    world.init()
+    given = [(f"argument {i}", x) for i, x in enumerate(args)] + [(f"argument {name}", x) for name, x in kwargs.items()]
+    named = [(name, x) for name, value in given for x in tree_leaves(value) if isinstance(x, Tensor)]
+    belief = f"is one batch on ranks {list(group.ranks)}, which divide layers"
+    sparse_check.equal(site, "forward", [sparse_check.Subject(name, x, belief, _SAME_BATCH) for name, x in named])
 
 
 def compare(number: int, model: nn.Module) -> None:
