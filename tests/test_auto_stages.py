@@ -18,6 +18,7 @@ import onecard as oc
 from onecard.auto.apply import Applied, found_plain
 from onecard.auto.stages.places import stages_of
 from onecard.comm.base import record
+from onecard.comm.issue import groups
 from onecard.errors import DispatchError, NothingFits, PlanError
 from onecard.testing import run_ranks
 
@@ -397,6 +398,7 @@ def _outside() -> list[Any]:
     x = oc.shard_tensor(torch.ones(2, 3), mesh, [oc.Replicate()])
     (part,) = x.chunk(1)
     seen = [tuple(part.shape), tuple(x.as_strided((3,), (1,)).shape)]
+    groups.stages.here.add(mesh)
     try:
         torch.zeros(2, 3).add_(x)
     except DispatchError as error:

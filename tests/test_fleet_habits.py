@@ -439,7 +439,8 @@ def apart_along_mp(how: str) -> None:
     begin(mp=2)
     torch.manual_seed(0)
     column = fleet.meta_parallel.ColumnParallelLinear(4, 6, has_bias=True, gather_output=True)
-    model = fleet.distributed_model(nn.Sequential(nn.LayerNorm(4), column))
+    net = nn.Sequential(nn.LayerNorm(4), column)
+    model = fleet.distributed_model(net)
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), LR))
     for step in range(4):
         x = torch.randn(8, 4)
@@ -448,7 +449,7 @@ def apart_along_mp(how: str) -> None:
         optimizer.zero_grad()
         if how == "update" and step == 1:
             with torch.no_grad():
-                model[0].bias.add_(oc.get_rank())
+                net[0].bias.add_(oc.get_rank())
 
 
 def test_copies_and_batches_are_compared_along_mp() -> None:

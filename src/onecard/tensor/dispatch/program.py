@@ -12,6 +12,7 @@ from torch import Tensor
 from onecard.comm.agree import sparse_check
 from onecard.comm.base import record
 from onecard.comm.base.state import machine
+from onecard.comm.issue import groups
 from onecard.comm.issue.run import run as run_steps
 from onecard.comm.world.world import get_rank
 from onecard.errors import DispatchError
@@ -143,7 +144,8 @@ class Program:
 
     def _elsewhere(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """On a rank outside the mesh: the same results, with empty local tensors."""
-        if any(not isinstance(_at(path, args, kwargs), DistTensor) for path in self.writes):
+        mesh = self.specs[0].layout.mesh
+        if mesh in groups.stages.here and any(not isinstance(_at(p, args, kwargs), DistTensor) for p in self.writes):
             raise _written_by_some(self.name, self.specs[0])
         for moved, target, name in self.moves:  # what is reduced on the mesh is reduced here, or layouts would differ
             if isinstance(_at(moved, args, kwargs), DistTensor):
