@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onecard as oc
+import onecard.paddle as dist
 from onecard.auto.apply import Applied, found_plain
 from onecard.auto.stages.places import stages_of
 from onecard.comm.base import record
@@ -411,3 +412,42 @@ def test_a_rank_outside_a_mesh():
     assert first == [(2, 3), (3,)] == other[:2]
     assert "add_ writes a value of ProcessMesh([0]" in other[2].replace(", dim_names=['x'])", "")
     assert "Send the value to all: x.full_tensor()" in other[2]
+
+
+# -- scalers ---------------------------------------------------------------------------------------------------------------
+
+
+def _scaled(how: str) -> list[float]:
+    """Gradients that are infinite, or no number, on one stage alone: all skip the step, and have one scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    if how == "stages":
+        oc.parallelize(model, optimizer, plan=oc.Plan(pp=2))
+    elif how == "marks":
+        split = {"pp_config": {"split_spec": {"1": dist.SplitPoint.END}}}
+        dist.parallelize(model, optimizer, oc.ProcessMesh([0, 1], ["pp"]), split)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    seen = list[float]()
+    for step in range(5):
+        x = torch.randn(8, 4)
+        x = oc.shard_tensor(x, oc.ProcessMesh([0], ["x"]), [oc.Replicate()]) if how == "marks" else x
+        scaler.scale(model(x).square().mean()).backward()
+        if step == 1:
+            model[3][0].weight.grad.mul_(float("inf"))
+        if step == 3:
+            model[0][0].bias.grad.fill_(float("nan"))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append(scaler.get_scale())
+    return [*seen, *(oc.unshard(p).sum().item() if how else p.sum().item() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("how", ["stages", "marks"])
+def test_an_infinity_of_one_stage_skips_the_step_of_all(how):
+    wanted = _scaled("")
+    for found in run_ranks(_scaled, 2, how):
+        assert found == pytest.approx(wanted, rel=1e-5)

@@ -290,7 +290,7 @@ Outcome = tuple[str, str]
 
 def fits(habit: str, level: str) -> bool:
     """Whether there is such a cell: what compares rows is another program where a rank has its own rows."""
-    if habit in DRAWS and (level in CUT or level.endswith("1F1B")):
+    if habit in DRAWS and (level in CUT or level.endswith(("1F1B", "pp micro"))):
         return False
     if habit.startswith("old "):
         return level in PLAIN or level in CUT or level.startswith("grid")

@@ -31,7 +31,8 @@ from onecard.testing import run_ranks
 CUTS = (("*weight*", "tp: Shard(0)"), ("*bias*", "tp: Shard(0)"))
 PLANS: list[dict[str, Any]] = [
     {"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}, {"tp": 2, "placements": CUTS},
-    {"dp": 2, "tp": 2, "placements": CUTS}, {"dp": 4, "zero": 2},
+    {"dp": 2, "tp": 2, "placements": CUTS}, {"dp": 4, "zero": 2}, {"pp": 2},
+    {"pp": 2, "microbatches": 2, "schedule": "F-then-B"},
 ]  # fmt: skip
 STEPS: list[dict[str, Any]] = [
     {"microbatches": 2}, {"pp": 2, "microbatches": 2}, {"dp": 2, "microbatches": 2}, {"dp": 2, "zero": 1},

@@ -6,6 +6,7 @@ the lists of local tensors. What its elements must send travels in buckets.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from onecard._torch.names import tree_leaves
 from onecard.comm.agree import sparse_check
 from onecard.comm.base import record
 from onecard.comm.base.state import machine
+from onecard.comm.issue import groups
 from onecard.comm.issue.run import run as run_steps
+from onecard.comm.world.world import get_rank
 from onecard.errors import DispatchError
 from onecard.moves import resharding
 from onecard.place.layout import Layout
@@ -316,7 +319,10 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
         if isinstance(g, DistTensor) and g._spec.here:
             cuts.setdefault(g.mesh, set()).update(a for dim in g._spec.layout.dims for a in axes_of(dim))
     shape = tuple(found.shape)
-    for mesh, axes in sorted(cuts.items(), key=lambda pair: str(pair[0])):
+    parts = [(mesh, axes) for mesh, axes in sorted(cuts.items(), key=lambda pair: str(pair[0]))]
+    if len(everyone := _steppers(grads)) > 1 and get_rank() in everyone:
+        parts.append((ProcessMesh(everyone, ["stages"]), {0}))
+    for mesh, axes in parts:
         seen = Layout.make(mesh, ((),) * len(shape), tuple((a, "max") for a in sorted(axes)))
         steps = resharding.plan(shape, found.element_size(), seen, seen.reduced(), machine.here)
         record.serving.here = ("unscale", "found_inf", shape)
@@ -325,6 +331,14 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
                 steps, "unscale", "found_inf", shape, "one infinite part skips the step on all ranks", explicit=False
             )
         found.copy_(run_steps(steps, found, shape))
+
+
+def _steppers(grads: Sequence[Tensor]) -> list[int]:
+    """Who steps together where gradients lie on several meshes, or stages have them; else nobody."""
+    meshes = {g.mesh for g in grads if isinstance(g, DistTensor)}
+    if meshes & groups.stages.here:
+        meshes |= groups.stages.here
+    return sorted({rank for mesh in meshes for rank in mesh.process_ids}) if len(meshes) > 1 else []
 
 
 def _whole(value: Tensor) -> Tensor:
