@@ -19,6 +19,7 @@ from onecard._torch import fakes
 from onecard._torch import names as _torch
 from onecard._torch.hooks import without_cached_weights
 from onecard._torch.names import tree_leaves, tree_unflatten
+from onecard.comm.base.record import user_line
 from onecard.errors import PlanError
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import ADDS, ALIKE, ROWS, Kind, Verdict
@@ -55,8 +56,10 @@ class RowLook:
                 self._check_kept(whole)
         except PlanError:
             raise
+        except fakes.values_needed() as why:
+            raise self._refused(f"{_line(why)} reads a value, which may be another one for each") from why
         except Exception as why:
-            raise self._refused(f"a look at one of them without data ends in {type(why).__name__}: {why}") from why
+            raise self._refused(f"a look at one of them ends at {_line(why)} in {type(why).__name__}: {why}") from why
         self._check_draws(part.draws, whole.draws)
         seen = whole.verdict
         written = [name for name, x in state.items() if not isinstance(x, nn.Parameter) and x._version]
@@ -153,6 +156,14 @@ class RowLook:
             for key in sorted({*was, *now}):
                 if was.get(key) != now.get(key):
                     raise self._refused(f"it changes {type(module).__name__}.{key}, once for each microbatch")
+
+
+def _line(fault: Exception) -> str:
+    """The innermost line of the program at which something ended."""
+    at, found = fault.__traceback__, None
+    while at is not None:
+        found, at = at.tb_frame, at.tb_next
+    return user_line(found)
 
 
 def _numbers(module: nn.Module) -> _Numbers:
