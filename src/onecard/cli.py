@@ -59,13 +59,16 @@ def _leave(ended: Sequence[int]) -> None:
         os._exit(ended[0])
 
 
+_OF_OTHERS = ("train", "trian", "launch", "torchrun", "start", "exec")
+
+
 def _unknown(word: str) -> str:
     """What is said of a word that is no command, with the nearest that is one.
 
     >>> _unknown("estimat")
     "there is no command 'estimat'; did you mean estimate? All of them: onecard --help"
     """
-    near = difflib.get_close_matches(word, COMMANDS, 1, 0.6)
+    near = ["run"] if word in _OF_OTHERS else difflib.get_close_matches(word, COMMANDS, 1, 0.6)
     if word.endswith(".py"):
         return f"there is no command {word!r}; to run a script: onecard run {word}"
     meant = f"; did you mean {near[0]}?" if near else "."

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -93,8 +94,32 @@ def parse(argv: Sequence[str]) -> tuple[Options, Target]:
 def read(ours: Sequence[str]) -> Options:
     """Options as they are written, before it is asked whether they go together."""
     ours, fewest = _range(_torchrun.translated(ours))
+    _check_known(ours)
     _check_numbers(ours)
     return replace(tyro.cli(Options, args=ours, prog="onecard run", use_underscores=True), fewest=fewest)
+
+
+_OF_OTHERS = ("n", "np", "p", "nprocs", "nproc", "ngpus", "num_gpus", "num_processes", "ntasks", "world_size", "world")
+"""How other launchers and commands call the number of ranks."""
+
+
+def _check_known(ours: Sequence[str]) -> None:
+    """Whether each option is one.
+
+    >>> _check_known(["--nproc_per_node", "2", "--log-dir", "logs"])
+    >>> _check_known(["--gruce", "2"])
+    Traceback (most recent call last):
+    onecard.launch._wrong.LaunchError: there is no option --gruce; did you mean --grace? All of them: onecard run --help
+    """
+    names = [*(field.name for field in fields(Options)), "devices", "device", "help", "h"]
+    for word in ours:
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        if not word.startswith("-") or name in names or name.lstrip(".").isdecimal():
+            continue
+        ranks = name in _OF_OTHERS or word[:2] == "-n" or name.startswith("np")
+        near = get_close_matches(name, [*names, "auto", "dry_run", "explain", "machine", "memory"], 1)
+        meant = "; did you mean --nproc_per_node N?" if ranks else f"; did you mean --{near[0]}?" if near else "."
+        raise LaunchError(f"there is no option {word.partition('=')[0]}{meant} All of them: onecard run --help")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
