@@ -28,6 +28,10 @@ _PLAIN = (bool, int, float, str, type(None))
 _Numbers = dict[int, dict[str, Any]]
 
 
+class _Shape(tuple[int, ...]):
+    """A tensor's, in its place."""
+
+
 class RowLook:
     """Looks at the forward of a model with the rows of one of ``count`` microbatches, then with all.
 
@@ -53,6 +57,8 @@ class RowLook:
                 numbers = _numbers(self.module)
                 whole, results = self._run(state, rows, part.verdict)
                 self._check_changed(numbers, _numbers(self.module))
+                self._check_objects(first, results)
+                first.clear()
                 self._check_kept(whole)
         except PlanError:
             raise
@@ -70,10 +76,7 @@ class RowLook:
         if written:
             raise self._refused(f"it writes to its buffer {written[0]!r}, once for each microbatch")
         kinds = iter(seen.results)
-        return [
-            self._has_rows(i, next(kinds) if isinstance(x, torch.Size) else None, x, before)
-            for i, (x, before) in enumerate(zip(results, first, strict=True))
-        ]
+        return [isinstance(x, _Shape) and self._has_rows(i, next(kinds), x) for i, x in enumerate(results)]
 
     def _run(self, state: Any, rows: int, before: Verdict | None) -> tuple[Additive, list[Any]]:
         """What a look at so many rows shows, and what the model gives back: of tensors their shapes."""
@@ -88,7 +91,7 @@ class RowLook:
                 looker.returned(out)
             if hooks.heard or _has_own_backward(results):
                 self._check_gradients(looker, state, results)
-        return looker, [x.shape if isinstance(x, Tensor) else x for x in results]
+        return looker, [_Shape(x.shape) if isinstance(x, Tensor) else x for x in results]
 
     def _check_kept(self, looker: Additive) -> None:
         """Whether a value of the forward lives on, which then is that of one microbatch: a hook has it, an attribute, a list."""
@@ -125,12 +128,19 @@ class RowLook:
                     + (f": {kind.where}" if kind.where else "")
                 )
 
-    def _has_rows(self, i: int, kind: Kind | None, x: Any, before: Any) -> bool:
+    def _check_objects(self, part: list[Any], whole: list[Any]) -> None:
+        """Whether what it gives back beside tensors is the same for all microbatches."""
+        for x, before in zip(whole, part, strict=True):
+            alike = type(x) is type(before) and (
+                isinstance(x, _Shape) or (isinstance(x, int | float | str) and x == before)
+            )
+            if not (x is before or alike):
+                raise self._refused(
+                    f"what it gives back, {type(x).__name__}, is no tensor, or goes by the number of rows"
+                )
+
+    def _has_rows(self, i: int, kind: Kind | None, x: _Shape) -> bool:
         """Whether a result has a row for each of the batch, and not the same for all microbatches."""
-        if not isinstance(x, torch.Size):
-            if x is before or (type(x) is type(before) and isinstance(x, int | float | str) and x == before):
-                return False
-            raise self._refused(f"what it gives back, {type(x).__name__}, is no tensor, or goes by the number of rows")
         if kind is None or (kind.how == ALIKE and kind.dims is None):
             return False
         outermost = kind.how == ROWS and (kind.dim, kind.before) == (0, 1) and x[0] % kind.size == 0
