@@ -254,7 +254,7 @@ class Odd(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.calls = kind, 0
+        self.kind, self.calls, self.scale, self.first = kind, 0, None, True
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
         self.norm = nn.BatchNorm1d(6)
         self.register_buffer("seen", torch.zeros(6))
@@ -271,6 +271,11 @@ class Odd(nn.Module):
             h = h - h.mean(0)
         elif self.kind == "a number":
             h = h / len(x)
+        elif self.kind == "a first call":
+            self.scale = h.detach().std(0) if self.scale is None else self.scale
+            h = h / self.scale
+        elif self.kind == "a second call":
+            h, self.first = (h, False) if self.first else (h - h.mean(0), False)
         elif self.kind == "a value that is kept":
             self.kept = h
         elif self.kind == "a draw":
@@ -294,6 +299,8 @@ REFUSED = {
     "an attribute": "it changes Odd.calls, once for each microbatch",
     "rows together": "result 0 of its forward, .* is no row for each of the batch: sub at .* puts what all rows give",
     "a number": "result 0 of its forward, .* is no row for each of the batch",
+    "a first call": "result 0 of its forward, .* is no row for each of the batch: std at",
+    "a second call": "result 0 of its forward, .* is no row for each of the batch: sub at",
     "a value that is kept": r"kept keeps a value of its forward, \[8, 6\], which would be one microbatch's",
     "a draw": "rand at .* draws for the batch, not for each of its rows",
     "a value": r"test_auto_stages.py:\d+ reads a value, which may be another one for each",
@@ -332,6 +339,8 @@ class Free(nn.Module):
         self.table, self.asked = None, False
 
     def forward(self, x: Any, scale: float = 1.0, names: Any = None) -> Any:
+        rows = torch.arange(len(x))[:, None].expand(len(x), 6)
+        x = torch.where((rows >= 0) & (torch.arange(6) > 0), x, x.sin())  # a mask that is the same for all rows
         if self.table is None:
             self.table, self.asked = torch.linspace(0, 1, 6), True
         x = x + self.table

@@ -16,11 +16,12 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from onecard._torch import fakes
-from onecard._torch import names as _torch
 from onecard._torch.hooks import without_cached_weights
+from onecard._torch.modes import DispatchMode
 from onecard._torch.names import tree_leaves, tree_unflatten
 from onecard.comm.base.record import user_line
 from onecard.errors import PlanError
+from onecard.static.capture.sketch import Sketch
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import ADDS, ALIKE, ROWS, Kind, Verdict
 
@@ -42,6 +43,7 @@ class RowLook:
 
     def __init__(self, module: nn.Module, count: int, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> None:
         self.module, self.count, self.leaves, self.cut, self.tree = module, count, leaves, cut, tree
+        self.sketch = Sketch(lambda _: False, lambda _: None)
 
     def joins(self) -> list[bool]:
         """Which results have rows; the others are the same for all microbatches.
@@ -49,46 +51,55 @@ class RowLook:
         Raises:
             PlanError: rows do not stand for themselves.
         """
-        rows = len(self.leaves[self.cut[0]])
         try:
-            with torch.random.fork_rng(devices=[]), _as_it_was(self.module), _torch.fake_tensors():
-                state = {name: _without_data(x) for name, x in _state(self.module)}
-                part, first = self._run(state, rows // self.count, None)
-                numbers = _numbers(self.module)
-                whole, results = self._run(state, rows, part.verdict)
-                self._check_changed(numbers, _numbers(self.module))
-                self._check_objects(first, results)
-                first.clear()
-                self._check_kept(whole)
+            with torch.random.fork_rng(devices=[]), _as_it_was(self.module):
+                state = {name: self._without_data(x) for name, x in _state(self.module)}
+                before = _held(self.module)
+                found = self._pair(state)
+                if _held(self.module) != before:  # another call may go another way than the first one
+                    numbers = _numbers(self.module)
+                    if self._pair(state) != found:
+                        raise self._refused("its second call gives other results than the first one")
+                    self._check_changed(numbers, _numbers(self.module))
         except PlanError:
             raise
-        except fakes.values_needed() as why:
-            raise self._refused(f"{_line(why)} reads a value, which may be another one for each") from why
         except Exception as why:
+            if isinstance(why, fakes.values_needed()) or isinstance(why.__cause__, fakes.values_needed()):
+                raise self._refused(f"{_line(why)} reads a value, which may be another one for each") from why
             raise self._refused(f"a look at one of them ends at {_line(why)} in {type(why).__name__}: {why}") from why
+        written = [name for name, x in state.items() if not isinstance(x, nn.Parameter) and x._version]
+        if written:
+            raise self._refused(f"it writes to its buffer {written[0]!r}, once for each microbatch")
+        return found
+
+    def _pair(self, state: Any) -> list[bool]:
+        """What a look at a microbatch and one at the batch tell, both of a model as it is before them."""
+        rows = len(self.leaves[self.cut[0]])
+        with _as_it_was(self.module):
+            part, first = self._run(state, rows // self.count, None)
+        whole, results = self._run(state, rows, part.verdict)
+        self._check_objects(first, results)
+        first.clear()
+        self._check_kept(whole)
         self._check_draws(part.draws, whole.draws)
         seen = whole.verdict
-        written = [name for name, x in state.items() if not isinstance(x, nn.Parameter) and x._version]
         if seen.normalized:
             raise self._refused(f"batch norm at {seen.normalized[0]} takes the mean and variance of the batch")
         if seen.open or seen.unsure:
             raise self._refused("a number in it may count rows")
-        if written:
-            raise self._refused(f"it writes to its buffer {written[0]!r}, once for each microbatch")
         kinds = iter(seen.results)
         return [isinstance(x, _Shape) and self._has_rows(i, next(kinds), x) for i, x in enumerate(results)]
 
     def _run(self, state: Any, rows: int, before: Verdict | None) -> tuple[Additive, list[Any]]:
         """What a look at so many rows shows, and what the model gives back: of tensors their shapes."""
-        given = [_without_data(x, rows if i in self.cut else None) for i, x in enumerate(self.leaves)]
+        given = [self._without_data(x, rows if i in self.cut else None) for i, x in enumerate(self.leaves)]
         looker = Additive([given[i] for i in self.cut], before, 1 if before is None else self.count, backward=True)
         hooks = _Hooks()
         args, kwargs = tree_unflatten(given, self.tree)
-        with numbers_kept(), looker, hooks:
+        with numbers_kept(), _Sketched(self.sketch), looker, hooks:
             out = functional_call(self.module, state, args, kwargs, strict=False)
             results = tree_leaves(out)
-            with _torch.no_fakes():
-                looker.returned(out)
+            looker.returned(out)
             if hooks.heard or _has_own_backward(results):
                 self._check_gradients(looker, state, results)
         return looker, [_Shape(x.shape) if isinstance(x, Tensor) else x for x in results]
@@ -127,6 +138,15 @@ class RowLook:
                     f"a hook, or a backward of its own, has a part in the gradient of {name!r}, which then is no sum over rows"
                     + (f": {kind.where}" if kind.where else "")
                 )
+
+    def _without_data(self, x: Any, rows: int | None = None) -> Any:
+        """What stands for a tensor, with so many rows. What a forward makes of none of these has data."""
+        if not isinstance(x, Tensor):
+            return x
+        shape = x.shape if rows is None else (rows, *x.shape[1:])
+        with self.sketch.mode:
+            made = torch.empty(shape, dtype=x.dtype, device=fakes.device_of(x))
+        return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
 
     def _check_objects(self, part: list[Any], whole: list[Any]) -> None:
         """Whether what it gives back beside tensors is the same for all microbatches."""
@@ -181,6 +201,24 @@ def _numbers(module: nn.Module) -> _Numbers:
     return {id(m): {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)} for m in module.modules()}
 
 
+def _held(module: nn.Module) -> list[list[Any]]:
+    """What modules have of attributes, each by itself, which is kept alive by the list."""
+    return [[*map(_Same, vars(m).values())] for m in module.modules()]
+
+
+class _Same:
+    """Equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        mine, theirs = self.value, getattr(other, "value", None)
+        return mine is theirs or (isinstance(mine, _PLAIN) and type(mine) is type(theirs) and mine == theirs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
     """What a forward puts into its modules is taken back: tables that it makes once would have no data."""
@@ -207,6 +245,19 @@ def numbers_kept() -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+class _Sketched(DispatchMode):
+    """Runs operators without data where a tensor has none."""
+
+    def __init__(self, sketch: Sketch) -> None:
+        super().__init__()
+        self._sketch = sketch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fakes.asks_device(func, args):
+            return args[0].fake_device
+        return self._sketch.run(func, args, kwargs or {})
 
 
 class _Hooks(TorchFunctionMode):
@@ -236,12 +287,3 @@ def _has_own_backward(results: Sequence[Any]) -> bool:
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=True)
     yield from module.named_buffers(remove_duplicate=True)
-
-
-def _without_data(x: Any, rows: int | None = None) -> Any:
-    """A tensor of the same shape, with so many rows, in the mode that makes tensors without data."""
-    if not isinstance(x, Tensor):
-        return x
-    shape = x.shape if rows is None else (rows, *x.shape[1:])
-    made = torch.empty(shape, dtype=x.dtype, device=fakes.device_of(x))
-    return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made

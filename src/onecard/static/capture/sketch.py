@@ -32,11 +32,14 @@ class Sketch:
     Args:
         had: whether a tensor was there before the step.
         about_to_write: is told of tensors with data that an operator is about to write to.
+
+    Attributes:
+        mode: makes the tensors without data.
     """
 
     def __init__(self, had: Callable[[Tensor], bool], about_to_write: Callable[[Sequence[Any]], None]) -> None:
         # In a world without data its own tensors have none: they are of one mode.
-        self._mode: Any = nullcontext() if faked.here else _torch.fake_tensors()
+        self.mode: Any = nullcontext() if faked.here else _torch.fake_tensors()
         self._had, self._about_to_write = had, about_to_write
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self._real: dict[int, Tensor] = {}
@@ -55,7 +58,7 @@ class Sketch:
         if not isinstance(x, Tensor) or fakes.is_fake(x) or isinstance(x, DistTensor):
             return x
         if id(x) not in self._stand_ins:
-            with self._mode:
+            with self.mode:
                 made = fakes.stand_in(x)
             self._stand_ins[id(x)] = x, made
             self._real[id(made)] = x
@@ -66,8 +69,8 @@ class Sketch:
         given = [*tensors_in((*args, *kwargs.values()))]
         if not any(map(self.without_data, given)):
             return func(*args, **kwargs)
-        if not faked.here and not all(fakes.is_of(x, self._mode) for x in given):
-            raise refusals.left_by_a_look(next(x for x in given if not fakes.is_of(x, self._mode)))
+        if not faked.here and not all(fakes.is_of(x, self.mode) for x in given):
+            raise refusals.left_by_a_look(next(x for x in given if not fakes.is_of(x, self.mode)))
         with _untraced() if sys.gettrace() is not None else nullcontext():
             args, kwargs = tree_map(self.of, (tuple(args), dict(kwargs)))
             result = self._shaped(func, args, kwargs)
@@ -80,17 +83,17 @@ class Sketch:
         do."""
         row = find(func)
         if row is not None and row.results is not None and len(func._schema.returns) == 1:
-            with self._mode:
+            with self.mode:
                 return row.results(Call(func, args, kwargs))[0]
-        if not faked.here and (known := self._mode.remembered(func, args, kwargs)) is not None:
+        if not faked.here and (known := self.mode.remembered(func, args, kwargs)) is not None:
             return known
         try:
-            with self._mode:
+            with self.mode:
                 return func(*args, **kwargs)
         except fakes.values_needed() as why:
             raise refusals.reads_data(f"{func._schema.name} looks at its values") from why
         except ZeroDivisionError:  # torch divides by the number of elements of a loss, of which an empty part has none
-            with self._mode:
+            with self.mode:
                 return torch.empty_like(args[1])
 
     def seen(self, x: Tensor) -> Tensor:
