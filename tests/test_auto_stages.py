@@ -330,6 +330,31 @@ def test_what_is_another_thing_in_microbatches_is_refused(kind):
     assert calls == 0
 
 
+def _later(how: str) -> list[Any]:
+    """A model that is changed once it has run in microbatches."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    switch = {"dim": 1}
+    model[0].register_forward_hook(lambda _, args, out: out - out.mean(switch["dim"], keepdim=True))
+    with oc.pretend(world_size=2, rank=1):
+        oc.parallelize(model, plan=oc.Plan(pp=2, **FIRST))
+        seen: list[Any] = [tuple(model(torch.randn(8, 6)).shape) for _ in range(2)]
+        if how == "a flag":
+            switch["dim"] = 0
+        else:
+            model[1].register_forward_hook(lambda _, args, out: out / out.max())
+        try:
+            model(torch.randn(8, 6))
+        except PlanError as error:
+            seen.append(str(error))
+    return seen
+
+
+@pytest.mark.parametrize(("how", "what"), [("a flag", "sub at"), ("a hook", "max at")])
+def test_a_model_that_goes_another_way_later_is_looked_at_again(how, what):
+    *shapes, said = run_ranks(_later, 1, how)[0]
+    assert shapes == [(8, 6), (8, 6)] and re.search(f"is no row for each of the batch: {what}", said), said
+
+
 class Free(nn.Module):
     """What may be in microbatches: hooks and functions that leave rows apart, Python's draws, tables, rows put in one dim."""
 
@@ -339,8 +364,8 @@ class Free(nn.Module):
         self.table, self.asked = None, False
 
     def forward(self, x: Any, scale: float = 1.0, names: Any = None) -> Any:
-        rows = torch.arange(len(x))[:, None].expand(len(x), 6)
-        x = torch.where((rows >= 0) & (torch.arange(6) > 0), x, x.sin())  # a mask that is the same for all rows
+        mask = (torch.arange(6) > 0)[None].expand(len(x), 6)  # made of numbers, the same for all rows
+        x = torch.where(mask, x, x.sin())
         if self.table is None:
             self.table, self.asked = torch.linspace(0, 1, 6), True
         x = x + self.table

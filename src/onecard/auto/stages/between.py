@@ -63,6 +63,7 @@ class BetweenStages(TorchFunctionMode):
     def __init__(self, whole: ProcessMesh, stages: list[ProcessMesh]) -> None:
         super().__init__()
         self.whole, self.stages = whole, {mesh: i for i, mesh in enumerate(stages)}
+        self.way = 0  # a digest of the functions that were called within the model
         self._inside = 0  # forwards under way, of which one may call another
         self._brought: Any = WeakIdKeyDictionary()
 
@@ -89,6 +90,9 @@ class BetweenStages(TorchFunctionMode):
         name = getattr(func, "__name__", "").partition(".")[0]  # of torch.ops.aten.add.Tensor, too
         if name == "__get__":
             return func(*args, **kwargs)
+        if self._inside:
+            numbers = tuple(x for x in (*args, *kwargs.values()) if type(x) in (int, bool, str))
+            self.way = hash((self.way, name, numbers))
         found = [x for x in _tensors((*args, *kwargs.values())) if self._knows(x)]
         if not found:
             return func(*args, **kwargs)

@@ -94,5 +94,5 @@ def in_stages(
     entrance = StagedEntrance(mesh, axes, between)
     entrance.before(model)
     if plan.microbatches > 1:
-        model.forward = InMicrobatches(model, model.forward, plan.microbatches, axes, between.within)
+        model.forward = InMicrobatches(model, model.forward, plan.microbatches, axes, between)
     return entrance

@@ -14,12 +14,17 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from onecard._torch.hooks import LeftBehind
 from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
+from onecard.auto.stages.between import BetweenStages
 from onecard.auto.stages.look import RowLook, numbers_kept
+from onecard.errors import PlanError
 from onecard.place.layout import Layout
 from onecard.tensor import DistTensor, reshard
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.moves import FromLocal, ToLocal
 from onecard.tensor.spec import Spec, contiguous_stride
+
+WAYS = 8
+"""Of a model that calls other functions from step to step: so many are looked at, then the 16th, 32nd, ..."""
 
 
 @dataclass
@@ -32,20 +37,21 @@ class InMicrobatches(LeftBehind):
     Attributes:
         forward: the model's own; module: the model; count: how many microbatches.
         axes: mesh axes along which rows are divided.
-        around: is entered with a microbatch's number.
+        between: has seen which functions of torch a forward called.
     """
 
     module: nn.Module
     forward: Callable[..., Any]
     count: int
     axes: tuple[str, ...]
-    around: Callable[[int], Any]
+    between: BetweenStages
     looking: bool = False
     _joins: dict[Any, list[bool]] = field(default_factory=dict)
+    _ways: dict[Any, set[int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InMicrobatches:
         module = memo.get(id(self.module), self.module)
-        return InMicrobatches(module, copy.deepcopy(self.forward, memo), self.count, self.axes, self.around)
+        return InMicrobatches(module, copy.deepcopy(self.forward, memo), self.count, self.axes, self.between)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
@@ -57,9 +63,11 @@ class InMicrobatches(LeftBehind):
         for k in range(self.count):
             part = [_part(x, k, self.count) if i in cut else x for i, x in enumerate(leaves)]
             # What Python draws, it draws for the whole batch: the same for each microbatch, and once.
-            with self.around(k), nullcontext() if k == self.count - 1 else numbers_kept():
+            with self.between.within(k), nullcontext() if k == self.count - 1 else numbers_kept():
                 given, named = tree_unflatten(part, tree)
+                self.between.way = 0
                 found.append(self.forward(*given, **named))
+            self._check_way(self.between.way, leaves, cut, tree)
         made, out = [tree_leaves(one) for one in found], tree_flatten(found[0])[1]
         whole = [
             self._joined(same) if rows else same[0] for rows, same in zip(joins, zip(*made, strict=True), strict=True)
@@ -98,15 +106,43 @@ class InMicrobatches(LeftBehind):
         Raises:
             PlanError: rows do not stand for themselves.
         """
-        kinds = tuple((x.ndim, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves)
-        key = kinds, tuple(cut), tuple(module.training for module in self.module.modules())
+        key = self._kind(leaves, cut)
         if key not in self._joins:
-            self.looking = True
-            try:
-                self._joins[key] = RowLook(self.module, self.count, leaves, cut, tree).joins()
-            finally:
-                self.looking = False
+            self._joins[key] = self._look(leaves, cut, tree)
         return self._joins[key]
+
+    def _kind(self, leaves: Sequence[Any], cut: Sequence[int]) -> Any:
+        kinds = (((x.ndim, x.dtype) if isinstance(x, Tensor) else type(x)) for x in leaves)
+        return tuple(kinds), tuple(cut), tuple(module.training for module in self.module.modules())
+
+    def _look(self, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> list[bool]:
+        self.looking, way = True, self.between.way
+        try:
+            return RowLook(self.module, self.count, leaves, cut, tree).joins()
+        finally:
+            self.looking, self.between.way = False, way
+
+    def _check_way(self, way: int, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> None:
+        """Behind a forward: one that called other functions than those before it is looked at as it is now.
+
+        A flag that a program sets later, a hook, another module. Of a model that goes another way in each step, the first ones are
+        looked at, then some: each look takes longer than a step.
+
+        Raises:
+            PlanError: rows do not stand for themselves any more.
+        """
+        key = self._kind(leaves, cut)
+        seen = self._ways.setdefault(key, set())
+        if way in seen:
+            return
+        seen.add(way)
+        due = 1 < len(seen) <= WAYS or (len(seen) > WAYS and not len(seen) & (len(seen) - 1))
+        if due and self._look(leaves, cut, tree) != self._joins[key]:
+            raise PlanError(
+                f"parallelize: microbatches={self.count}: {type(self.module).__name__} gives back other results than at its first "
+                "call: microbatches=1, or oc.to_static(step, plan=plan)",
+                "microbatches",
+            )
 
 
 def _part(x: Any, k: int, count: int) -> DistTensor:
