@@ -125,8 +125,8 @@ class InMicrobatches(LeftBehind):
     def _check_way(self, way: int, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> None:
         """Behind a forward: one that called other functions than those before it is looked at as it is now.
 
-        A flag that a program sets later, a hook, another module. Of a model that goes another way in each step, the first ones are
-        looked at, then some: each look takes longer than a step.
+        A flag that a program sets later, a hook, another module. Of a model that goes another way in each step, the first ones
+        are looked at, then some: each look takes longer than a step.
 
         Raises:
             PlanError: rows do not stand for themselves any more.
