@@ -139,8 +139,8 @@ class InMicrobatches(LeftBehind):
         due = 1 < len(seen) <= WAYS or (len(seen) > WAYS and not len(seen) & (len(seen) - 1))
         if due and self._look(leaves, cut, tree) != self._joins[key]:
             raise PlanError(
-                f"parallelize: microbatches={self.count}: {type(self.module).__name__} gives back other results than at its first "
-                "call: microbatches=1, or oc.to_static(step, plan=plan)",
+                f"parallelize: microbatches={self.count}: {type(self.module).__name__} gives back other results than at first: "
+                "microbatches=1, or oc.to_static(step, plan=plan)",
                 "microbatches",
             )
 
