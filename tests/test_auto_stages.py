@@ -271,6 +271,9 @@ class Odd(nn.Module):
             h = h - h.mean(0)
         elif self.kind == "a number":
             h = h / len(x)
+        elif self.kind == "a parameter":
+            with torch.no_grad():
+                self.a.bias.clamp_(-1, 1)
         elif self.kind == "a first call":
             self.scale = h.detach().std(0) if self.scale is None else self.scale
             h = h / self.scale
@@ -299,6 +302,7 @@ REFUSED = {
     "an attribute": "it changes Odd.calls, once for each microbatch",
     "rows together": "result 0 of its forward, .* is no row for each of the batch: sub at .* puts what all rows give",
     "a number": "result 0 of its forward, .* is no row for each of the batch",
+    "a parameter": "it writes to its parameter 'a.bias', once for each microbatch",
     "a first call": "result 0 of its forward, .* is no row for each of the batch: std at",
     "a second call": "result 0 of its forward, .* is no row for each of the batch: sub at",
     "a value that is kept": r"kept keeps a value of its forward, \[8, 6\], which would be one microbatch's",
@@ -363,7 +367,9 @@ class Free(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
         self.table, self.asked = None, False
 
-    def forward(self, x: Any, scale: float = 1.0, names: Any = None) -> Any:
+    def forward(self, x: Any, keep: Any, scale: float = 1.0, names: Any = None) -> Any:
+        if keep.all():  # of an argument that is no batch
+            x = x + 1
         mask = (torch.arange(6) > 0)[None].expand(len(x), 6)  # made of numbers, the same for all rows
         x = torch.where(mask, x, x.sin())
         if self.table is None:
@@ -385,11 +391,14 @@ def _free(plan: dict[str, Any] | None) -> list[float]:
         oc.parallelize(model, plan=oc.Plan(**plan))
     seen = []
     for rows in (8, 8, 5, 8):  # of five rows there are no halves: they go in one
-        out = model(torch.randn(rows, 6), scale=0.5, names="x")
+        out = model(torch.randn(rows, 6), torch.tensor([True, rows > 5]), scale=0.5, names="x")
         assert out["names"] == "x" and len(out["table"]) == 3 and out["flat"].shape == (rows * 6,)
         loss = (out["rows"] * torch.arange(rows)[:, None]).sum() + out["flat"].cumsum(0).square().mean()
-        loss.backward()
-        seen += [loss.item(), random.random(), float(np.random.rand())]
+        slopes = torch.autograd.grad(loss, [*model.parameters()], create_graph=True, allow_unused=True)
+        (loss + 1e-3 * sum(slope.square().sum() for slope in slopes if slope is not None)).backward(retain_graph=True)
+        bends = torch.autograd.grad(sum(slope.sum() for slope in slopes if slope is not None), [*model.parameters()],
+                                    allow_unused=True)  # fmt: skip
+        seen += [loss.item(), random.random(), float(np.random.rand()), float(sum(bend is not None for bend in bends))]
     return [*seen, *(p.grad.norm().item() for p in model.parameters() if p.grad is not None)]
 
 

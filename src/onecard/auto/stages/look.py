@@ -53,7 +53,7 @@ class RowLook:
         """
         try:
             with torch.random.fork_rng(devices=[]), _as_it_was(self.module):
-                state = {name: self._without_data(x) for name, x in _state(self.module)}
+                state = {name: self._without_data(x, len(x) if x.ndim else None) for name, x in _state(self.module)}
                 before = _held(self.module)
                 found = self._pair(state)
                 if _held(self.module) != before:  # another call may go another way than the first one
@@ -67,9 +67,10 @@ class RowLook:
             if isinstance(why, fakes.values_needed()) or isinstance(why.__cause__, fakes.values_needed()):
                 raise self._refused(f"{_line(why)} reads a value, which may be another one for each") from why
             raise self._refused(f"a look at one of them ends at {_line(why)} in {type(why).__name__}: {why}") from why
-        written = [name for name, x in state.items() if not isinstance(x, nn.Parameter) and x._version]
-        if written:
-            raise self._refused(f"it writes to its buffer {written[0]!r}, once for each microbatch")
+        for name, x in state.items():
+            if x._version:
+                what = "parameter" if isinstance(x, nn.Parameter) else "buffer"
+                raise self._refused(f"it writes to its {what} {name!r}, once for each microbatch")
         return found
 
     def _pair(self, state: Any) -> list[bool]:
@@ -143,6 +144,8 @@ class RowLook:
         """What stands for a tensor, with so many rows. What a forward makes of none of these has data."""
         if not isinstance(x, Tensor):
             return x
+        if rows is None and type(x) is Tensor and not x.requires_grad:  # a mask, which may be read
+            return x.clone()
         shape = x.shape if rows is None else (rows, *x.shape[1:])
         with self.sketch.mode:
             made = torch.empty(shape, dtype=x.dtype, device=fakes.device_of(x))

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -98,7 +99,9 @@ class InMicrobatches(LeftBehind):
         parts = [x if list(x.placements) == ways else reshard(x, mesh, ways) for x in parts]
         shape = torch.Size((len(first) * len(parts), *first.shape[1:]))
         spec = Spec.make(Layout.of(mesh, first.ndim, ways), shape, contiguous_stride(shape), first.dtype, first.device)
-        return FromLocal.apply(torch.cat([ToLocal.apply(x) for x in parts]), spec)
+        local = [ToLocal.apply(x) for x in parts]
+        # Of a stage elsewhere there is nothing to put together; torch's cat would leave empty parts out of second derivatives.
+        return FromLocal.apply(torch.cat(local) if spec.here else reduce(torch.add, local), spec)
 
     def _looked_at(self, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> list[bool]:
         """Which results have rows: from a look at the first call of each kind.
