@@ -72,8 +72,13 @@ def test_a_model_alone_is_trained():
 def test_plans_that_cannot_be_applied_are_refused():
     with pytest.raises(ProofError, match="the plan is for 4 ranks"):
         oc.prove(plain, world=2, plan=oc.Plan(dp=4))
-    with pytest.raises(PlanError, match="pp"):
-        oc.prove(plain, plan=oc.Plan(pp=2))
+    with pytest.raises(PlanError, match="virtual"):
+        oc.prove(plain, plan=oc.Plan(pp=2, virtual=2, microbatches=2))
+
+
+def test_a_plan_with_stages_is_one_cards():
+    proof = oc.prove(plain, world=2, plan=oc.Plan(pp=2))
+    assert proof.equal and proof.values
 
 
 # -- others' layers ----------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ _REFUSED = (
 """What of a plan no plain model can have applied: the field, whether a plan has it, why not."""
 
 
-_PLAIN = {"pp": 1, "cp": 1, "microbatches": 1}
+PLAIN = {"pp": 1, "cp": 1, "microbatches": 1}
 """Fields of the plans that any plain model can have, as it trains in a loop of its own."""
 _IN_STAGES = {"cp": 1, "microbatches": 1, "virtual": 1, "schedule": "1F1B"}
 """And of those that go through stages, one after the other, which is slow: where nothing else has room."""
@@ -64,7 +64,7 @@ def found_plain(searched: Callable[[dict[str, Any]], Plans], fixed: Mapping[str,
         NothingFits: nor in stages.
     """
     try:
-        return searched({**_PLAIN, **fixed})
+        return searched({**PLAIN, **fixed})
     except NothingFits as why:
         try:
             return searched({**_IN_STAGES, **fixed})
