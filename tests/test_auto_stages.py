@@ -279,6 +279,8 @@ class Odd(nn.Module):
             h = h / self.scale
         elif self.kind == "a second call":
             h, self.first = (h, False) if self.first else (h - h.mean(0), False)
+        elif self.kind == "a norm that is kept":
+            self.kept = h.detach().norm()
         elif self.kind == "a value that is kept":
             self.kept = h
         elif self.kind == "a draw":
@@ -303,7 +305,8 @@ REFUSED = {
     "rows together": "result 0 of its forward, .* is no row for each of the batch: sub at .* puts what all rows give",
     "a number": "result 0 of its forward, .* is no row for each of the batch",
     "a parameter": "it writes to its parameter 'a.bias', once for each microbatch",
-    "a first call": "result 0 of its forward, .* is no row for each of the batch: std at",
+    "a first call": r"scale keeps a value of its forward, \[6\], which would be one microbatch's",
+    "a norm that is kept": r"kept keeps a value of its forward, \[\], which would be one microbatch's",
     "a second call": "result 0 of its forward, .* is no row for each of the batch: sub at",
     "a value that is kept": r"kept keeps a value of its forward, \[8, 6\], which would be one microbatch's",
     "a draw": "rand at .* draws for the batch, not for each of its rows",

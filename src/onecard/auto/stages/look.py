@@ -23,9 +23,10 @@ from onecard.comm.base.record import user_line
 from onecard.errors import PlanError
 from onecard.static.capture.sketch import Sketch
 from onecard.static.passes.additive import Additive
-from onecard.static.passes.dependence import ADDS, ALIKE, ROWS, Kind, Verdict
+from onecard.static.passes.dependence import ADDS, ALIKE, MIXED, ROWS, UNKNOWN, Kind, Verdict
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_ROWS = (ROWS, ADDS, MIXED, UNKNOWN)
 _Numbers = dict[int, dict[str, Any]]
 
 
@@ -107,7 +108,7 @@ class RowLook:
 
     def _check_kept(self, looker: Additive) -> None:
         """Whether a value of the forward lives on, which then is that of one microbatch: a hook has it, an attribute, a list."""
-        rows = lambda: [x for x in looker.known if (kind := looker.of(x)) is not None and kind.how in (ROWS, ADDS)]  # noqa: E731
+        rows = lambda: [x for x in looker.known if (kind := looker.of(x)) is not None and kind.how in _OF_ROWS]  # noqa: E731
         if rows() and gc.collect() is not None and (kept := rows()):
             named = (f"{name}.{key}".lstrip(".") for name, m in self.module.named_modules() for key, x in vars(m).items()
                      if any(x is other for other in kept))  # fmt: skip
