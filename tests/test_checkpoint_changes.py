@@ -87,7 +87,12 @@ def test_an_optimizer_follows_its_fused_parameters(tmp_path: Path) -> None:
     joined = nn.ModuleDict({"qkv": nn.Linear(4, 12, bias=False)})
     new = torch.optim.AdamW(joined.parameters(), lr=0.1)
     changes = [Fuse(["*q.weight*", "*k.weight*", "*v.weight*"], "*qkv.weight*")]
+    as_dict = torch.optim.AdamW(joined.parameters())
+    state = {"optimizer": as_dict.state_dict()}
+    oc.checkpoint.load(tmp_path, {"model": joined, **state}, changes=changes)
+    as_dict.load_state_dict(state["optimizer"])
     oc.checkpoint.load(tmp_path, {"model": joined, "optimizer": new}, changes=changes)
-    [state] = new.state.values()
     expected = torch.cat([optimizer.state[p]["exp_avg"] for p in apart.parameters()])
-    assert torch.equal(state["exp_avg"], expected) and state["step"] == 2 and new.param_groups[0]["lr"] == 0.3
+    for found in (new, as_dict):
+        [state] = found.state.values()
+        assert torch.equal(state["exp_avg"], expected) and state["step"] == 2 and found.param_groups[0]["lr"] == 0.3

@@ -397,3 +397,86 @@ def test_a_schedule_of_another_class_is_refused(tmp_path: Path) -> None:
     again = schedules.CosineAnnealingLR(optimizer, 7)
     oc.checkpoint.load(tmp_path, {"schedule": again})
     assert again.T_max == 50
+
+
+ALIKE = ("Adam", "AdamW", "RAdam", "NAdam", "Adamax", "ASGD", "Rprop")
+"""Optimizers that their options do not tell apart, in one direction or in both."""
+
+
+@pytest.mark.parametrize("saved", ALIKE)
+def test_optimizers_that_options_do_not_tell_apart_are_told_by_their_class(saved: str, tmp_path: Path) -> None:
+    """An Adamax's states were taken for an Adam's, whose next step ended with KeyError: 'exp_avg_sq'."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = getattr(torch.optim, saved)(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    oc.checkpoint.save({"optimizer": optimizer}, tmp_path)
+    for kind in ALIKE:
+        other = getattr(torch.optim, kind)(model.parameters())
+        if {kind, saved} <= {"Adam", "AdamW"} or kind == saved:
+            oc.checkpoint.load(tmp_path, {"optimizer": other})
+            other.step()
+        else:
+            with pytest.raises(CheckpointError, match=f"of another class|has {saved}, and {kind} is to be filled"):
+                oc.checkpoint.load(tmp_path, {"optimizer": other})
+            assert not other.state
+    assert {*oc.checkpoint.load(tmp_path)["optimizer"]} == {"state", "param_groups"}
+
+
+def test_schedules_that_attributes_do_not_tell_apart_are_told_by_their_class(tmp_path: Path) -> None:
+    optimizer, schedules = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1), torch.optim.lr_scheduler
+    made = {
+        "ExponentialLR": lambda: schedules.ExponentialLR(optimizer, 0.9),
+        "StepLR": lambda: schedules.StepLR(optimizer, 2),
+        "LambdaLR": lambda: schedules.LambdaLR(optimizer, lambda step: 1.0),
+        "MultiplicativeLR": lambda: schedules.MultiplicativeLR(optimizer, lambda step: 1.0),
+    }
+    for saved, make in made.items():
+        oc.checkpoint.save({"schedule": make()}, tmp_path / saved)
+        for kind, other in made.items():
+            if kind == saved:
+                oc.checkpoint.load(tmp_path / saved, {"schedule": other()})
+                continue
+            with pytest.raises(CheckpointError, match=r"was of another class|is to be filled"):
+                oc.checkpoint.load(tmp_path / saved, {"schedule": other()})
+
+
+def test_a_state_dict_takes_the_states_that_were_saved_and_no_others(tmp_path: Path) -> None:
+    """As load_state_dict does. Where the saved optimizer had none, those of the target stayed."""
+    model = torch.nn.Linear(3, 2)
+
+    def stepped(times: int) -> Any:
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(times):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        return optimizer
+
+    oc.checkpoint.save({"optimizer": stepped(0)}, tmp_path)
+    for state in ({"optimizer": stepped(1).state_dict()}, {"optimizer": stepped(1)}):
+        oc.checkpoint.load(tmp_path, state)
+        found = state["optimizer"]
+        assert not (found["state"] if isinstance(found, dict) else found.state)
+
+
+def test_groups_with_the_same_options_are_one(tmp_path: Path) -> None:
+    weights = [torch.zeros(2, requires_grad=True) for _ in range(3)]
+
+    def grouped(*sizes: int, lr: float = 0.1) -> Any:
+        parts = [[(f"w{i}", weights[i]) for i in range(sum(sizes[:k]), sum(sizes[: k + 1]))] for k in range(len(sizes))]
+        return torch.optim.SGD([{"params": part, "lr": lr if k else 0.1} for k, part in enumerate(parts)])
+
+    oc.checkpoint.save({"optimizer": grouped(1, 1, 1)}, tmp_path / "same")
+    oc.checkpoint.save({"optimizer": grouped(1, 1, 1, lr=0.2)}, tmp_path / "other")
+    target = grouped(2, 1, lr=0.7)
+    oc.checkpoint.load(tmp_path / "same", {"optimizer": target})
+    assert [group["lr"] for group in target.param_groups] == [0.1, 0.1]
+    with pytest.raises(CheckpointError, match=r"group 0 of the optimizer .* groups \[0, 1\], whose options differ"):
+        oc.checkpoint.load(tmp_path / "other", {"optimizer": grouped(2, 1)})
+
+
+def test_arrays_of_no_dims_and_sizes_stay_what_they_are(tmp_path: Path) -> None:
+    oc.checkpoint.save({"a": np.array(3.0), "s": torch.Size([2, 3]), "$of": 1}, tmp_path)
+    found = oc.checkpoint.load(tmp_path)
+    assert found["a"].shape == () and found["a"] == 3.0
+    assert type(found["s"]) is torch.Size and found["s"] == (2, 3) and found["$of"] == 1

@@ -252,3 +252,47 @@ def test_a_pass_that_is_taken_up_at_its_shorter_last_batch(tmp_path: Path) -> No
     wanted = fit(tmp_path / "whole", -1)
     assert len(fit(tmp_path / "left", 2)) == 3
     assert fit(tmp_path / "left", -1) == pytest.approx(wanted, rel=1e-5)
+
+
+def _preempted(folder: str) -> Any:
+    """Two fits, the first of which a SIGTERM ends; then one that a SIGTERM reaches at its end, behind its last step."""
+    heard: list[str] = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("the program's own"))
+    own = signal.getsignal(signal.SIGTERM)
+
+    class Sends:
+        def on_train_batch_end(self, step: int, logs: Any) -> None:
+            if step == 2 and oc.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_train_end(self, logs: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    data = [(torch.full((3,), i / 9), torch.tensor(i % 2)) for i in range(12)]
+
+    def fitted(place: str | None, **sends: Any) -> int:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = oc.Engine(model, nn.CrossEntropyLoss(), optimizer)
+        callbacks = [type("Watch", (), {name: getattr(Sends, name) for name in sends})()] if sends else []
+        given = None if place is None else f"{folder}/{place}"
+        return len(engine.fit(data, batch_size=2, verbose=0, callbacks=callbacks, save_dir=given).losses)
+
+    late = fitted("late", on_train_end=True), heard.copy()
+    heard.clear()
+    return (
+        late,
+        fitted("first", on_train_batch_end=True),
+        fitted("first"),
+        heard,
+        signal.getsignal(signal.SIGTERM) is own,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sigterm_is_noted_within_a_fit_alone(ranks, tmp_path, capfd):
+    for late, ended, again, heard, own in run_ranks(_preempted, ranks, str(tmp_path)):
+        assert late == (6, ["the program's own"])  # nobody asks any more: it is what it is to the program
+        assert (ended, again, heard, own) == (3, 4, [], True)  # the job is still asked to end
+    said = capfd.readouterr().out
+    assert "fit ends after step 3: SIGTERM. What it has is in" in said and "fit ends after step 4: SIGTERM" in said

@@ -67,7 +67,8 @@ TABLE: dict[str, Patch] = {
         Patch("torch.nn.utils.get_total_norm", TENSOR, "gradients that lie on several meshes have one norm"),
         Patch(
             "torch.autograd._engine_run_backward", TENSOR,
-            "a loss that a pipeline has trained says that it has no graph; blocks that run again take values of other stages",
+            "a loss that a pipeline has trained says that it has no graph; blocks that run again take values of other stages; "
+            "a plain gradient of a distributed value lies as that does",
         ),
         Patch("torch.distributed.monitored_barrier", SHM, "shm has one, too"),
         Patch("torch.distributed.split_group", SHM, "shm has one, too"),

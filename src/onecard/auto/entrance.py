@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class Entrance(LeftBehind):
         self.mesh = mesh
         self._rows: list[Placement] = [Shard(0) if name in axes else Replicate() for name in mesh.dim_names]
         self._ranks = 1
-        self._under_way: list[_Given | None] = []  # forwards may call each other
+        self._under_way: list[HandedIn | None] = []  # forwards may call each other
         for name in axes:
             self._ranks *= mesh.shape[mesh.axis(name)]
 
@@ -42,7 +42,7 @@ class Entrance(LeftBehind):
     def before(self, module: nn.Module) -> None:
         """From now on, ahead of each forward of a module."""
         module.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
-        module.register_forward_hook(_Behind(self), always_call=True)
+        module.register_forward_hook(Behind(self), always_call=True)
 
     @property
     def __name__(self) -> str:
@@ -66,7 +66,7 @@ class Entrance(LeftBehind):
         given = self._given(args, kwargs)
         return (args, kwargs) if given is None else given.found
 
-    def _given(self, args: Any, kwargs: Any) -> _Given | None:
+    def _given(self, args: Any, kwargs: Any) -> HandedIn | None:
         """None: nothing is divided."""
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
         if all(isinstance(x, DistTensor) for x in leaves) or any(map(is_transformed, leaves)):
@@ -89,7 +89,7 @@ class Entrance(LeftBehind):
             return shard_tensor(x, self.mesh, self._rows)
 
         with outside_transforms():
-            return _Given(laid_out, args, kwargs)
+            return HandedIn(laid_out, args, kwargs)
 
 
 def _exported(call: str) -> str:
@@ -99,23 +99,29 @@ def _exported(call: str) -> str:
     )
 
 
-class _Behind(LeftBehind):
-    """What runs behind each forward of a module that an entrance divides for."""
+class Ahead(Protocol):
+    """What stands ahead of a forward, and is told of its end."""
+
+    def behind(self) -> None: ...
+
+
+class Behind(LeftBehind):
+    """What runs behind each forward of a module that something stands ahead of."""
 
     __name__ = vars(Entrance)["__name__"]
 
-    def __init__(self, entrance: Entrance) -> None:
-        self._entrance = entrance
+    def __init__(self, ahead: Ahead) -> None:
+        self._ahead = ahead
 
-    def __deepcopy__(self, memo: Any) -> _Behind:
+    def __deepcopy__(self, memo: Any) -> Behind:
         return self
 
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
-        self._entrance.behind()
+        self._ahead.behind()
 
 
-class _Given:
-    """What a forward is given: the program's own containers, but for those in which something was divided."""
+class HandedIn:
+    """What a forward is given: the program's own containers, but for those in which a tensor has another in its place."""
 
     def __init__(self, laid_out: Callable[[Any], Any], args: Any, kwargs: Any) -> None:
         self._laid_out = laid_out
@@ -151,9 +157,12 @@ class _Given:
             x.clear()
             x.update(zip(now[0], values, strict=True)) if type(x) is dict else x.extend(values)
         with torch.no_grad():
-            for x, made, version in self._tensors:
-                if _version(made) != version:
-                    x.copy_(unshard(made))
+            for x, made in self.written():
+                x.copy_(unshard(made))
+
+    def written(self) -> list[tuple[Tensor, Tensor]]:
+        """Tensors that the forward has written to, with what stood in their place."""
+        return [(x, made) for x, made, version in self._tensors if _version(made) != version]
 
 
 def _version(x: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from onecard import checkpoint
+from onecard.checkpoint.writer.stopping import preemption_noted
 from onecard.engine import saved
 from onecard.engine.loaders import EngineLoader, loader_of, no_batches
 from onecard.engine.progress import Callbacks, Shown
@@ -105,11 +107,12 @@ def fit(
     run.begin(resume)
     engine.stop_training = False
     length = _length(loader, steps_per_epoch)
-    with Shown(verbose, log_freq, length, epochs) as shown:
+    with preemption_noted() if run.folder else nullcontext(), Shown(verbose, log_freq, length, epochs) as shown:
         run.tell("on_train_begin", {})
         while run.epoch < epochs and not engine.stop_training and not run.stopped:
             logs = _epoch(run, steps_per_epoch, save_steps, shown)
             if run.stopped:
+                shown.say(f"fit ends after step {run.step}: SIGTERM. What it has is in {run.folder}")
                 break
             if valid_data is not None and (run.epoch + 1) % valid_freq == 0:
                 logs |= _validated(run, valid_data, batch_size, valid_steps, options | {"sample_split": sample_split})
@@ -121,7 +124,7 @@ def fit(
             if due and not run.left:  # of a pass that was left there is a checkpoint, with its place
                 run.save()
         run.tell("on_train_end", run.history.epochs[-1] if run.history.epochs else {})
-    run.finish()
+        run.finish()
     return run.history
 
 

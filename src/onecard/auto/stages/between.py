@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -17,9 +16,13 @@ from onecard.comm.base.state import Kept
 from onecard.comm.issue import groups
 from onecard.comm.issue.transfer import sends_under_way
 from onecard.pipeline.run import no_graph
+from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
-from onecard.tensor import DistTensor, reshard
+from onecard.place.parts import Axes, is_merged, merge
+from onecard.tensor import DistTensor
+from onecard.tensor.convert import told
 from onecard.tensor.dist_tensor import as_one_card
+from onecard.tensor.moves import to_mesh
 
 _READS = frozenset(("__array__", "numpy", "tolist"))
 """What gives Python values. Single ones are sent where they are asked for (``groups.stages``), also by torch itself."""
@@ -44,9 +47,15 @@ def on_mesh(x: Any, mesh: ProcessMesh) -> Any:
     """A tensor on another mesh with axes of the same names: along others it is whole. Pending sums are done first."""
     if not isinstance(x, DistTensor) or x.process_mesh is mesh:
         return x
-    had = dict(zip(x.process_mesh.dim_names, x.placements, strict=True))
-    there: list[Placement] = [had.get(name, Replicate()) for name in mesh.dim_names]
-    return reshard(x, mesh, [Replicate() if isinstance(p, Partial) else p for p in there])
+    axis, names = {name: i for i, name in enumerate(mesh.dim_names)}, x.process_mesh.dim_names
+
+    def there(axes: Axes) -> Axes:
+        return tuple(axis[names[i]] for i in axes if names[i] in axis)
+
+    dims = (
+        merge(((n, there(a)) for n, a in dim), mesh) if is_merged(dim) else there(dim) for dim in x._spec.layout.dims
+    )
+    return told(x, to_mesh(x, Layout.make(mesh, tuple(dims))))
 
 
 class BetweenStages(TorchFunctionMode):

@@ -11,8 +11,7 @@ from torch.distributed.tensor import Placement
 
 from onecard._torch.hooks import LeftBehind
 from onecard._torch.modes import put_below
-from onecard._torch.names import tree_map
-from onecard.auto.entrance import Entrance
+from onecard.auto.entrance import Behind, Entrance, HandedIn
 from onecard.auto.stages.between import BetweenStages, begun, on_mesh
 from onecard.auto.stages.places import meshes, stages_of
 from onecard.auto.stages.rows import InMicrobatches
@@ -57,13 +56,33 @@ class _Brought(LeftBehind):
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self._mesh = mesh
+        self._under_way: list[tuple[nn.Module, HandedIn]] = []
 
     def __deepcopy__(self, memo: Any) -> _Brought:
         return self
 
+    def before(self, block: nn.Module) -> None:
+        """From now on, ahead of each forward of a block."""
+        block.register_forward_pre_hook(self, with_kwargs=True)
+        block.register_forward_hook(Behind(self), always_call=True)
+
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        found: tuple[Any, Any] = tree_map(lambda x: on_mesh(x, self._mesh), (args, kwargs))
-        return found
+        given = HandedIn(lambda x: on_mesh(x, self._mesh), args, kwargs)
+        self._under_way.append((module, given))
+        return given.found
+
+    def behind(self) -> None:
+        """A list that it has filled is the program's own again."""
+        if not self._under_way:
+            return
+        module, given = self._under_way.pop()
+        if written := given.written():
+            raise PlanError(
+                f"parallelize: {type(module).__name__} writes to a tensor that it is given, {list(written[0][0].shape)}, which "
+                "comes from another stage, and its forward is to run again in backward: recompute='none', or write to a clone",
+                "recompute",
+            )
+        given.write_back()
 
 
 def in_stages(
@@ -90,7 +109,7 @@ def in_stages(
     for block in again:
         own = next(iter(block.parameters()), None)
         if own is not None:
-            block.register_forward_pre_hook(_Brought(own.process_mesh), with_kwargs=True)  # type: ignore[attr-defined]
+            _Brought(own.process_mesh).before(block)  # type: ignore[attr-defined]
     entrance = StagedEntrance(mesh, axes, between)
     entrance.before(model)
     if plan.microbatches > 1:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import operator
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,16 +20,18 @@ from torch.overrides import TorchFunctionMode
 from onecard._torch import fakes
 from onecard._torch.hooks import without_cached_weights
 from onecard._torch.modes import DispatchMode
-from onecard._torch.names import tree_leaves, tree_unflatten
+from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
 from onecard.comm.base.record import user_line
 from onecard.errors import PlanError
 from onecard.static.capture.sketch import Sketch
+from onecard.static.guards.held import NOTHING, HeldValues
+from onecard.static.guards.results import taken_apart
+from onecard.static.guards.unchanged import is_plain
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import ADDS, ALIKE, MIXED, ROWS, UNKNOWN, Kind, Verdict
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_ROWS = (ROWS, ADDS, MIXED, UNKNOWN)
-_Numbers = dict[int, dict[str, Any]]
 
 
 class _Shape(tuple[int, ...]):
@@ -53,15 +57,14 @@ class RowLook:
             PlanError: rows do not stand for themselves.
         """
         try:
-            with torch.random.fork_rng(devices=[]), _as_it_was(self.module):
+            with torch.random.fork_rng(devices=[]), without_cached_weights(), _held(self.module) as held:
                 state = {name: self._without_data(x, len(x) if x.ndim else None) for name, x in _state(self.module)}
-                before = _held(self.module)
-                found = self._pair(state)
-                if _held(self.module) != before:  # another call may go another way than the first one
-                    numbers = _numbers(self.module)
-                    if self._pair(state) != found:
+                found = self._pair(state, held)
+                if held.changes():  # another call may go another way than the first one
+                    now = HeldValues([self.module])
+                    if self._pair(state, now) != found:
                         raise self._refused("its second call gives other results than the first one")
-                    self._check_changed(numbers, _numbers(self.module))
+                    self._check_changed(now)
         except PlanError:
             raise
         except Exception as why:
@@ -74,15 +77,16 @@ class RowLook:
                 raise self._refused(f"it writes to its {what} {name!r}, once for each microbatch")
         return found
 
-    def _pair(self, state: Any) -> list[bool]:
+    def _pair(self, state: Any, held: HeldValues) -> list[bool]:
         """What a look at a microbatch and one at the batch tell, both of a model as it is before them."""
         rows = len(self.leaves[self.cut[0]])
-        with _as_it_was(self.module):
-            part, first = self._run(state, rows // self.count, None)
+        part, first = self._run(state, rows // self.count, None)
+        noted = {key: _noted(now) for key, (_, now) in held.changes().items()}
+        held.all_back()
         whole, results = self._run(state, rows, part.verdict)
-        self._check_objects(first, results)
-        first.clear()
         self._check_kept(whole)
+        self._check_objects(first, results)
+        self._check_noted(held, noted)
         self._check_draws(part.draws, whole.draws)
         seen = whole.verdict
         if seen.normalized:
@@ -99,7 +103,8 @@ class RowLook:
         hooks = _Hooks()
         args, kwargs = tree_unflatten(given, self.tree)
         with numbers_kept(), _Sketched(self.sketch), looker, hooks:
-            out = functional_call(self.module, state, args, kwargs, strict=False)
+            out = in_parts(functional_call(self.module, state, args, kwargs, strict=False))
+            self._check_given(given, args, kwargs)
             results = tree_leaves(out)
             looker.returned(out)
             if hooks.heard or _has_own_backward(results):
@@ -155,10 +160,8 @@ class RowLook:
     def _check_objects(self, part: list[Any], whole: list[Any]) -> None:
         """Whether what it gives back beside tensors is the same for all microbatches."""
         for x, before in zip(whole, part, strict=True):
-            alike = type(x) is type(before) and (
-                isinstance(x, _Shape) or (isinstance(x, int | float | str) and x == before)
-            )
-            if not (x is before or alike):
+            same = x is before or (type(x) is type(before) and (isinstance(x, _Shape) or (is_plain(x) and x == before)))
+            if not same:
                 raise self._refused(
                     f"what it gives back, {type(x).__name__}, is no tensor, or goes by the number of rows"
                 )
@@ -183,13 +186,27 @@ class RowLook:
             "microbatches",
         )
 
-    def _check_changed(self, before: _Numbers, after: _Numbers) -> None:
-        """Whether modules count calls, or note something of a batch: between two looks nothing of theirs may change."""
-        for module in self.module.modules():
-            was, now = before.get(id(module), {}), after.get(id(module), {})
-            for key in sorted({*was, *now}):
-                if was.get(key) != now.get(key):
-                    raise self._refused(f"it changes {type(module).__name__}.{key}, once for each microbatch")
+    def _check_given(self, given: list[Any], args: Any, kwargs: Any) -> None:
+        """Whether a forward writes to what it is given, of which each microbatch has its own."""
+        leaves, tree = tree_flatten((args, kwargs))
+        if tree != self.tree or not all(map(operator.is_, leaves, given)):
+            raise self._refused("it writes to a list or a dict that it is given")
+        for x in given:
+            if isinstance(x, Tensor) and x._version:
+                raise self._refused(f"it writes to a tensor that it is given, {list(x.shape)}")
+
+    def _check_noted(self, held: HeldValues, part: dict[tuple[int, Any], Any]) -> None:
+        """Whether what a forward or its hooks write down outside is the same for a microbatch and for the batch."""
+        whole = {key: _noted(now) for key, (_, now) in held.changes().items()}
+        for key in {**part, **whole}:
+            if part.get(key, NOTHING) != whole.get(key, NOTHING):
+                raise self._refused(f"it writes a number to {held.path(key)} that is not the same for a microbatch")
+
+    def _check_changed(self, held: HeldValues) -> None:
+        """Whether a forward or its hooks count calls: between two looks nothing that they write down may change."""
+        for key, (was, now) in held.changes().items():
+            if _noted(was) != _noted(now):
+                raise self._refused(f"it changes {held.path(key)}, once for each microbatch")
 
 
 def _line(fault: Exception) -> str:
@@ -200,44 +217,30 @@ def _line(fault: Exception) -> str:
     return user_line(found)
 
 
-def _numbers(module: nn.Module) -> _Numbers:
-    """What modules have of numbers and words."""
-    return {id(m): {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)} for m in module.modules()}
-
-
-def _held(module: nn.Module) -> list[list[Any]]:
-    """What modules have of attributes, each by itself, which is kept alive by the list."""
-    return [[*map(_Same, vars(m).values())] for m in module.modules()]
-
-
-class _Same:
-    """Equal to itself alone."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        mine, theirs = self.value, getattr(other, "value", None)
-        return mine is theirs or (isinstance(mine, _PLAIN) and type(mine) is type(theirs) and mine == theirs)
-
-    __hash__ = None  # type: ignore[assignment]
+def in_parts(out: Any) -> Any:
+    """What a model gives back, objects taken apart: a dataclass, a cache of keys and values."""
+    return taken_apart(out, "a model", lambda x: isinstance(x, nn.Module), lambda _: False)
 
 
 @contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """What a forward puts into its modules is taken back: tables that it makes once would have no data."""
-    tables = ("_parameters", "_buffers", "_modules")
-    before = [(m, {**vars(m)}, {name: {**vars(m)[name]} for name in tables}) for m in module.modules()]
+def _held(module: nn.Module) -> Iterator[HeldValues]:
+    """What a forward and its hooks can reach; what they leave there is taken out: tables made once would have no data."""
+    held = HeldValues([module])
     try:
-        with without_cached_weights():
-            yield
+        yield held
     finally:
-        for m, held, inside in before:
-            vars(m).clear()
-            vars(m).update(held)
-            for name, values in inside.items():
-                held[name].clear()
-                held[name].update(values)
+        held.all_back()
+
+
+def _noted(x: Any) -> Any:
+    """What of a value can tell one call from another: numbers, words, how many there are."""
+    if x is NOTHING or isinstance(x, _PLAIN):
+        return x
+    if isinstance(x, list | tuple | deque):
+        return [len(x), *map(_noted, x)]
+    if isinstance(x, dict):
+        return [*x, *map(_noted, x.values())]
+    return len(x) if isinstance(x, set | frozenset) else type(x)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from onecard._torch.hooks import LeftBehind
 from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
 from onecard.auto.stages.between import BetweenStages
-from onecard.auto.stages.look import RowLook, numbers_kept
+from onecard.auto.stages.look import RowLook, in_parts, numbers_kept
 from onecard.errors import PlanError
 from onecard.place.layout import Layout
 from onecard.tensor import DistTensor, reshard
@@ -67,7 +67,7 @@ class InMicrobatches(LeftBehind):
             with self.between.within(k), nullcontext() if k == self.count - 1 else numbers_kept():
                 given, named = tree_unflatten(part, tree)
                 self.between.way = 0
-                found.append(self.forward(*given, **named))
+                found.append(in_parts(self.forward(*given, **named)))
             self._check_way(self.between.way, leaves, cut, tree)
         made, out = [tree_leaves(one) for one in found], tree_flatten(found[0])[1]
         whole = [

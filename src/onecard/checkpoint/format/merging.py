@@ -13,7 +13,7 @@ from typing import Any
 
 from onecard.checkpoint.format import tree
 from onecard.checkpoint.format.index import overlap
-from onecard.checkpoint.format.tree import KIND, children, join
+from onecard.checkpoint.format.tree import KIND, OF, children, join, kind_of
 from onecard.errors import CheckpointError
 from onecard.place.boxes import Box, volume, whole
 
@@ -79,8 +79,10 @@ def _alike(nodes: Ranked, path: str, kind: Any) -> Any:
     made = {key: merged([(rank, below[key]) for rank, below in parts], join(path, key)) for key in parts[0][1]}
     if isinstance(nodes[0][1], list):
         return list(made.values())
-    if kind == "tuple":
+    if kind in ("tuple", "size"):
         return {KIND: kind, "items": list(made.values())}
+    if kind is None and (owner := kind_of(nodes[0][1])):
+        made[OF] = owner
     return made if kind is None else {KIND: kind, "items": [list(item) for item in made.items()]}
 
 

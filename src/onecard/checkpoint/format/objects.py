@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from onecard.checkpoint.format.portions import (
     LAST,
@@ -28,7 +29,7 @@ from onecard.checkpoint.format.portions import (
     part_of,
     unfolded,
 )
-from onecard.checkpoint.format.tree import join
+from onecard.checkpoint.format.tree import StateOf, join
 from onecard.comm.agree.sparse_check import is_plain
 from onecard.comm.world import world
 from onecard.tensor import DistTensor
@@ -199,7 +200,7 @@ def unfold(value: Any, names: Names) -> Any:
         return unfolded(entries(value))
     if isinstance(value, Optimizer):
         params = [names.entry(p) for group in value.param_groups for p in group["params"]]
-        return _with_parts(by_name(value.state_dict(), names.of_optimizer(value)), params)
+        return StateOf(value, _with_parts(by_name(value.state_dict(), names.of_optimizer(value)), params))
     if isinstance(value, torch.Generator):
         return {"generator": value.get_state()}
     if is_optimizer_state(value):
@@ -215,7 +216,10 @@ def unfold(value: Any, names: Names) -> Any:
         return items if isinstance(value, list) else tuple(items)
     if not isinstance(value, Tensor | dict) and has_state(value):
         state = value.state_dict()
-        return own(state) if is_of_each_rank(value) and world.get_world_size() > 1 else unfold(state, names)
+        if is_of_each_rank(value) and world.get_world_size() > 1:
+            return own(state)
+        found = unfold(state, names)
+        return StateOf(value, found) if isinstance(value, LRScheduler) else found
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from onecard.checkpoint.format.portions import Own, Portion, Spread, SpreadNames
 from onecard.errors import CheckpointError
 
 KIND = "$"  # the key that marks what JSON has no word for
+OF = "$of"  # the key by which a dict says the class of the object that it was made of
 Take = Callable[[str, Any], None]
 Give = Callable[[str], Any]
 
@@ -23,6 +24,14 @@ _ADVICE = (
     "a state holds tensors, numbers, strings, None, and dicts, lists and tuples of them; modules, optimizers, schedulers and "
     "whatever else has state_dict() and load_state_dict() may stand in it as they are"
 )
+
+
+class StateOf(dict[str, Any]):
+    """The state of an object, which says its class."""
+
+    def __init__(self, owner: Any, state: Mapping[str, Any]) -> None:
+        super().__init__(state)
+        self.kind = f"{type(owner).__module__}.{type(owner).__qualname__}"
 
 
 def encode(value: Any, path: str, take: Take) -> Any:
@@ -46,7 +55,8 @@ def encode(value: Any, path: str, take: Take) -> Any:
         return _encode_dict(value, path, take)
     if isinstance(value, list | tuple | torch.Size):
         items = [encode(item, join(path, i), take) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {KIND: "tuple", "items": items}
+        kind = "size" if isinstance(value, torch.Size) else "tuple"
+        return items if isinstance(value, list) else {KIND: kind, "items": items}
     return _encode_leaf(value, path, take)
 
 
@@ -63,8 +73,8 @@ def _encode_dict(value: dict[Any, Any], path: str, take: Take) -> Any:
     items = [(key, encode(item, join(path, key), take)) for key, item in value.items()]
     if isinstance(value, Counter):
         return {KIND: "counter", "items": [list(item) for item in items]}
-    if all(type(key) is str for key, _ in items) and KIND not in value:
-        return dict(items)
+    if all(type(key) is str for key, _ in items) and KIND not in value and OF not in value:
+        return dict(items) | ({OF: value.kind} if isinstance(value, StateOf) else {})
     return {KIND: "dict", "items": [list(item) for item in items]}
 
 
@@ -72,7 +82,7 @@ def _encode_leaf(value: Any, path: str, take: Take) -> Any:
     if isinstance(value, float):
         return {KIND: "float", "value": repr(float(value))}
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-        take(path, torch.from_numpy(np.ascontiguousarray(value)))
+        take(path, torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape)))
         return {KIND: "array", "name": path}
     if isinstance(value, np.generic) and value.dtype.kind in "fiub":
         return encode(value.item(), path, take)
@@ -98,16 +108,17 @@ def decode(node: Any, give: Give) -> Any:
         return node
     kind = node.get(KIND)
     if kind is None:
-        return {key: decode(item, give) for key, item in node.items()}
+        return {key: decode(item, give) for key, item in node.items() if key != OF}
     if kind == "tensor":
         return give(node["name"])
     if kind == "array":
         return give(node["name"]).numpy()
-    if kind == "tuple":
-        return tuple(decode(item, give) for item in node["items"])
+    if kind in ("tuple", "size"):
+        made = (decode(item, give) for item in node["items"])
+        return tuple(made) if kind == "tuple" else torch.Size(made)
     if kind in ("dict", "counter"):
-        made = {key: decode(item, give) for key, item in node["items"]}
-        return Counter(made) if kind == "counter" else made
+        found = {key: decode(item, give) for key, item in node["items"]}
+        return Counter(found) if kind == "counter" else found
     if kind == "float":
         return float(node["value"])
     if kind == "bytes":
@@ -127,10 +138,15 @@ def children(node: Any) -> dict[Any, Any] | None:
         return None
     kind = node.get(KIND)
     if kind is None:
-        return node
-    if kind == "tuple":
+        return {key: item for key, item in node.items() if key != OF} if OF in node else node
+    if kind in ("tuple", "size"):
         return dict(enumerate(node["items"]))
     return {key: item for key, item in node["items"]} if kind in ("dict", "counter") else None
+
+
+def kind_of(node: Any) -> str:
+    """The class of the object that a dict was made of, or "": unknown."""
+    return str(node.get(OF, "")) if isinstance(node, dict) else ""
 
 
 def values(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

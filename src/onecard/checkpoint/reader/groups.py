@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from torch.optim import Optimizer
+import torch
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from onecard.checkpoint.format import tree
@@ -55,6 +56,27 @@ def _check_class(groups: Any, target: Optimizer | dict[str, Any], path: str) -> 
         )
 
 
+def check_kind(target: Any, node: Any, path: str) -> None:
+    """Whether a saved optimizer or schedule was of a class whose states are those of this one: the same, or torch's base of it.
+
+    Raises:
+        CheckpointError: of another class of torch's.
+    """
+    (module, _, was), own = tree.kind_of(node).rpartition("."), type(target)
+    known = vars(torch.optim).get(was) or vars(lr_scheduler).get(was) if module.startswith("torch.optim") else None
+    if (
+        known is None
+        or not own.__module__.startswith("torch.optim")
+        or issubclass(own, known)
+        or issubclass(known, own)
+    ):
+        return
+    raise CheckpointError(
+        f"{path}: the checkpoint has {was}, and {own.__name__} is to be filled, which has other states or takes them otherwise. "
+        "Make the one that was saved, or load without it: oc.checkpoint.load(path, {'model': model})"
+    )
+
+
 _NO_OPTIONS = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 """Parameters, their names, and what schedulers put into groups."""
 
@@ -63,7 +85,8 @@ def taker_of(target: Any, node: Any, path: str) -> Callable[[Any], Any]:
     """How an object takes its saved state; a schedule takes whatever it is given into its attributes.
 
     Raises:
-        CheckpointError: a schedule has attributes that the saved one had not, and the other way round.
+        CheckpointError: a schedule was of another class: by its name, or by attributes that the saved one had not, and the
+            other way round.
     """
     if isinstance(target, LRScheduler):
         own, saved = dict(target.state_dict()), by_text(node)
@@ -74,6 +97,7 @@ def taker_of(target: Any, node: Any, path: str) -> Callable[[Any], Any]:
                 f"{path}: the saved schedule has {', '.join(foreign)}, which {kind} has not, and {kind} has {', '.join(lacks)}: "
                 "it was of another class. Make the one that was saved, or load without it and set its last_epoch"
             )
+        check_kind(target, node, path)
     found: Callable[[Any], Any] = target.load_state_dict
     return found
 
@@ -85,3 +109,20 @@ def members(groups: Sequence[Mapping[str, Any]], path: str, changes: Sequence[Ch
         [new.removeprefix(start) for name in group["params"] for new in follow(changes, f"{start}{name}")]
         for group in groups
     ]
+
+
+def options_of(
+    saved: Sequence[Mapping[str, Any]], numbers: Collection[int], who: str, names: Sequence[str]
+) -> dict[str, Any]:
+    """The options of a group whose parameters were in these saved ones.
+
+    Raises:
+        CheckpointError: they are not the same.
+    """
+    found = [{k: v for k, v in saved[i].items() if k not in ("params", "param_names")} for i in sorted(numbers)]
+    if any(options != found[0] for options in found):
+        raise CheckpointError(
+            f"{who} of the optimizer has parameters of the saved groups {sorted(numbers)}, whose options differ: {names[:3]}... "
+            "Make the groups as they were, or split this one"
+        )
+    return found[0] if found else {}

@@ -19,7 +19,7 @@ from onecard.checkpoint.format import tree
 from onecard.checkpoint.format.objects import Names, has_state, is_of_each_rank, is_optimizer_state, keys_of
 from onecard.checkpoint.format.portions import GRID, StateValue, entries, entries_of, has_stages, mine, own
 from onecard.checkpoint.reader.changes import Change
-from onecard.checkpoint.reader.groups import by_text, group_names, members, taker_of
+from onecard.checkpoint.reader.groups import by_text, check_kind, group_names, members, options_of, taker_of
 from onecard.checkpoint.reader.virtual import Virtual
 from onecard.comm.world import world
 from onecard.errors import CheckpointError
@@ -246,6 +246,7 @@ class StateWalk:
             self._lacks(path)
             return target
         names = self.names.of_optimizer(target, group_names(node, path, self.changes, target))
+        check_kind(target, node, path)
         params = [p for group in target.param_groups for p in group["params"]]
         own = target.state_dict()
         below = tree.children(node) or {}
@@ -264,12 +265,8 @@ class StateWalk:
 
     def _state(self, node: Any, path: str, optimizer: Optimizer, param: Any, whole: set[int]) -> Any:
         """A parameter's states: each in the layout that the optimizer gives it, in the memory of the one that is there."""
-        below = tree.children(node) if node is not _NOTHING else None
-        if below is None:  # its name is another one now: what has been joined or cut has tensors only
-            prefix = f"{path}."
-            below = {n[len(prefix) :]: {tree.KIND: "tensor", "name": n} for n in self.tensors if n.startswith(prefix)}
-            if not below:
-                return None
+        if (below := self._below(node, path)) is None:
+            return None
         there = optimizer.state.get(param, {})
         made = {}
         for key, item in below.items():
@@ -287,6 +284,14 @@ class StateWalk:
                 self.want(name, made[key], part)
         return made
 
+    def _below(self, node: Any, path: str) -> dict[Any, Any] | None:
+        """What the checkpoint has of a parameter's states; None: it had none."""
+        if node is not _NOTHING and (below := tree.children(node)) is not None:
+            return below
+        prefix = f"{path}."  # its name is another one now: what has been joined or cut has tensors only
+        names = [n for n in self.tensors if n.startswith(prefix)]
+        return {n[len(prefix) :]: {tree.KIND: "tensor", "name": n} for n in names} or None
+
     def _groups(self, own: list[Any], names: Mapping[int, str], node: Any, path: str) -> list[Any]:
         """The options of each of the optimizer's groups, from the saved group that its parameters were in."""
         if node is None:
@@ -300,14 +305,9 @@ class StateWalk:
         for number, group in enumerate(own):
             mine = [names[i] for i in group["params"]]
             found = {group_of[name] for name in mine if name in group_of}
-            if len(found) > 1:
-                raise CheckpointError(
-                    f"{path}: group {number} of the optimizer has parameters of the saved groups {sorted(found)}, whose options "
-                    f"differ: {mine[:3]}... Make the groups as they were, or split this one"
-                )
             if not found and mine and saved:
                 self._lacks(tree.join(path, f"param_groups of {mine[0]}"))
-            options = {k: v for k, v in saved[found.pop()].items() if k != "params"} if found else {}
+            options = options_of(saved, found, f"{path}: group {number}", mine)
             made.append({**group, **options, "params": group["params"]})
         return made
 
@@ -322,10 +322,13 @@ class StateWalk:
         saved = by_text(below.get("state"))
         self.states.append(tree.join(path, "state."))
         for number, name in zip(numbers, names, strict=True):
-            if name in saved:
-                where = tree.join(path, f"state.{name}")
-                state = self._in_place(target["state"].get(number, {}), saved[name], where, params[name])
-                self.last.append(partial(target["state"].__setitem__, number, state))
+            where = tree.join(path, f"state.{name}")
+            below_it = self._below(saved.get(name, _NOTHING), where)
+            if below_it is None:  # as load_state_dict does
+                self.last.append(partial(target["state"].pop, number, None))
+                continue
+            state = self._in_place(target["state"].get(number, {}), below_it, where, params[name])
+            self.last.append(partial(target["state"].__setitem__, number, state))
         groups = self._groups(
             target["param_groups"], dict(zip(numbers, names, strict=True)), below.get("param_groups"), path
         )
@@ -336,11 +339,8 @@ class StateWalk:
         self.last.append(lambda: target.__setitem__("param_groups", groups))
         return target
 
-    def _in_place(self, there: Any, node: Any, path: str, param: StateValue | None) -> Any:
+    def _in_place(self, there: Any, below: Mapping[Any, Any], path: str, param: StateValue | None) -> Any:
         """A parameter's states, as the checkpoint has them: in the memory of those that are there."""
-        below = tree.children(node)
-        if below is None or not isinstance(there, Mapping):
-            return self.made(node, path)
         made = {}
         for key, item in below.items():
             where, mine = tree.join(path, key), there.get(key)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -31,9 +33,9 @@ def preempted() -> bool:
         >>> preempted()
         False
     """
-    if not _state and threading.current_thread() is threading.main_thread():
-        _state["before"] = signal.signal(signal.SIGTERM, _note)
+    _listen()
     if world.get_world_size() == 1:
+        _state["heard"] = bool(_noted)
         return bool(_noted)
     mesh = ProcessMesh(range(world.get_world_size()), ["world"])
     mine = torch.tensor([len(_noted)], device="cpu")
@@ -43,7 +45,33 @@ def preempted() -> bool:
         line = record.user_line()
         record.tell(record.Notice(step, "preempted", "signal", (1,), "any rank's counts", line, explicit=True))
     record.serving.here = ("preempted", "signal", (1,))
-    return bool(collectives.all_reduce(mine, groups.group(mesh, 0), "max").item())
+    found = bool(collectives.all_reduce(mine, groups.group(mesh, 0), "max").item())
+    _state["heard"] = found
+    return found
+
+
+@contextmanager
+def preemption_noted() -> Iterator[None]:
+    """Within, a SIGTERM is noted. Behind it the process ends by one, as before; also by one that nobody has heard of yet."""
+    began = _listen()
+    known = len(_noted)
+    _state["heard"] = False
+    try:
+        yield
+    finally:
+        if began:
+            signal.signal(signal.SIGTERM, _state.pop("before") or signal.SIG_DFL)
+            if len(_noted) > known and not _state["heard"]:
+                del _noted[known:]  # it is the program's
+                signal.raise_signal(signal.SIGTERM)
+
+
+def _listen() -> bool:
+    """Whether SIGTERM is noted from now on, and was not before."""
+    if "before" in _state or threading.current_thread() is not threading.main_thread():
+        return False
+    _state["before"] = signal.signal(signal.SIGTERM, _note)
+    return True
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -15,6 +15,7 @@ import torch
 from onecard._torch import patches
 from onecard.comm.base.state import Kept
 from onecard.errors import StageError
+from onecard.tensor import seeds
 
 last: Kept[str] = Kept(str)
 """The call by which a pipeline trained last; "" before any has."""
@@ -26,10 +27,10 @@ _NO_GRAPH = "of tensors does not require grad and does not have a grad_fn"  # to
 def telling(engine: Callable[..., Any]) -> Callable[..., Any]:
     """The engine of ``backward()`` and ``torch.autograd.grad``, with these words for a value without a graph."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(values: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             with around.here():
-                return engine(*args, **kwargs)
+                return engine(values, seeds.laid_out(values, grads), *args, **kwargs)
         except RuntimeError as fault:
             if last.here and _NO_GRAPH in str(fault):
                 raise StageError(_words(last.here)) from fault

@@ -8,8 +8,9 @@ run again.
 from __future__ import annotations
 
 import functools
+import operator
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -32,6 +33,8 @@ _COUNTING = GradScaler | LRScheduler
 """Objects of torch that a step calls and that keep counts in Python."""
 NOTHING = object()
 Lost = list[tuple[Any, Any]]
+Changes = dict[tuple[int, Any], tuple[Any, Any]]
+"""(which container, key) -> what was there, and what is."""
 
 
 class HeldValues:
@@ -54,6 +57,7 @@ class HeldValues:
         self._parts: list[_Kept] = []
         self._names = set[str]()  # what functions look up
         self._spaces: list[tuple[Any, set[str]]] = []  # modules and classes that they know, and of which names
+        self._owners: dict[int, str] = {}  # of dicts that are an object's attributes: its type
         self._seen = set[int]()
         self._follow(roots)
         while self._in_spaces():  # a method that is found there looks up more
@@ -108,6 +112,7 @@ class HeldValues:
     def _of_object(self, x: Any) -> Iterator[Any]:
         yield from type(x).__mro__
         if hasattr(x, "__dict__"):
+            self._owners[id(vars(x))] = type(x).__name__
             yield vars(x)
         if slots := [name for base in type(x).__mro__ for name in _slots(base)]:
             yield from self._noted(_Attributes(x, slots))
@@ -141,10 +146,32 @@ class HeldValues:
         """Take tensors without data out again; their keys, and what had been there before, or ``NOTHING``."""
         return [lost for part in self._parts for lost in part.back()]
 
+    def changes(self) -> Changes:
+        """What is another object than it was, or holds others."""
+        return {(i, key): pair for i, part in enumerate(self._parts) for key, pair in part.changes().items()}
+
+    def path(self, change: tuple[int, Any]) -> str:
+        """Where a change is, as the program has it: ``Net.calls``, ``seen['rows']``."""
+        i, key = change
+        return self._path(self._parts[i], key, 4)
+
+    def _path(self, part: _Kept, key: Any, depth: int) -> str:
+        if (owner := self._owners.get(id(part.holder))) is not None:
+            return f"{owner}.{key}"
+        if isinstance(part, _Attributes) or (isinstance(part, _Entries) and part.names is not None):
+            return f"{getattr(part.holder, '__name__', '')}.{key}".lstrip(".") if not part.said else part.said
+        above = ((p, k) for p in self._parts if isinstance(p, _ByName) for k, x in p.held.items() if x is part.holder)
+        where, k = next(above, (None, None)) if depth else (None, None)
+        name = f"a {type(part.holder).__name__}" if where is None else self._path(where, k, depth - 1)
+        return f"{name}[{key!r}]" if isinstance(part, _Entries) else name
+
 
 class _Kept(Protocol):
     """A container, and what it held."""
 
+    holder: Any
+
+    def changes(self) -> dict[Any, tuple[Any, Any]]: ...
     def values(self) -> Iterable[Any]: ...
     def all_back(self) -> None: ...
     def back(self) -> Lost: ...
@@ -154,7 +181,7 @@ class _ByName:
     """What has values by name; of ``names`` only these are the step's."""
 
     def __init__(self, holder: Any, names: Collection[Any] | None = None, said: str = "") -> None:
-        self.holder, self.names, self._said = holder, names, said
+        self.holder, self.names, self.said = holder, names, said
         self.held = self.now()
 
     def now(self) -> dict[Any, Any]:
@@ -170,18 +197,21 @@ class _ByName:
         """Where tensors without data are looked for."""
         return self.now().items()
 
+    def changes(self) -> dict[Any, tuple[Any, Any]]:
+        now, held = self.now(), self.held
+        pairs = {key: (held.get(key, NOTHING), now.get(key, NOTHING)) for key in {**now, **held}}
+        return {key: (was, new) for key, (was, new) in pairs.items() if was is not new}
+
     def all_back(self) -> None:
-        now = self.now()
-        for key in {**now, **self.held}:
-            if now.get(key, NOTHING) is not (was := self.held.get(key, NOTHING)):
-                self.put(key, was)
+        for key, (was, _) in self.changes().items():
+            self.put(key, was)
 
     def back(self) -> Lost:
         lost = [key for key, x in self.seen() if _is_lost(x) and x is not self.held.get(key, NOTHING)]
         found = [(key, self.held.get(key, NOTHING)) for key in lost]
         for key, was in found:
             self.put(key, was)
-        return [(self._said or key, was) for key, was in found]
+        return [(self.said or key, was) for key, was in found]
 
 
 class _Entries(_ByName):
@@ -203,9 +233,9 @@ class _Entries(_ByName):
 
     def all_back(self) -> None:
         super().all_back()
-        if isinstance(self.holder, OrderedDict):
-            for key in self.held:
-                self.holder.move_to_end(key)
+        if self.names is None and not all(map(operator.is_, self.holder, self.held)):
+            for key in self.held:  # in their order
+                self.holder[key] = self.holder.pop(key)
 
 
 class _Attributes(_ByName):
@@ -235,22 +265,24 @@ class _Sequence:
     """A list or a deque."""
 
     def __init__(self, holder: list[Any] | deque[Any]) -> None:
-        self._holder, self._held = holder, list(holder)
+        self.holder, self._held = holder, list(holder)
 
     def values(self) -> Iterable[Any]:
         return self._held
 
+    def changes(self) -> dict[Any, tuple[Any, Any]]:
+        same = len(self.holder) == len(self._held) and all(map(operator.is_, self.holder, self._held))
+        return {} if same else {"": (tuple(self._held), tuple(self.holder))}
+
     def all_back(self) -> None:
-        if len(self._holder) != len(self._held) or any(
-            a is not b for a, b in zip(self._holder, self._held, strict=True)
-        ):
-            self._holder.clear()
-            self._holder.extend(self._held)
+        if self.changes():
+            self.holder.clear()
+            self.holder.extend(self._held)
 
     def back(self) -> Lost:
-        if not any(_is_lost(x) for x in self._holder if all(x is not was for was in self._held)):
+        if not any(_is_lost(x) for x in self.holder if all(x is not was for was in self._held)):
             return []
-        now = [*self._holder]
+        now = [*self.holder]
         self.all_back()
         pairs = enumerate(zip_longest(self._held, now, fillvalue=NOTHING))
         return [(i, was) for i, (was, new) in pairs if was is not new and _is_lost(new)]
@@ -258,18 +290,21 @@ class _Sequence:
 
 class _Set:
     def __init__(self, holder: set[Any]) -> None:
-        self._holder, self._held = holder, set(holder)
+        self.holder, self._held = holder, set(holder)
 
     def values(self) -> Iterable[Any]:
         return self._held
 
+    def changes(self) -> dict[Any, tuple[Any, Any]]:
+        return {} if self.holder == self._held else {"": (frozenset(self._held), frozenset(self.holder))}
+
     def all_back(self) -> None:
-        self._holder &= self._held
-        self._holder |= self._held
+        self.holder &= self._held
+        self.holder |= self._held
 
     def back(self) -> Lost:
-        lost = [x for x in self._holder if _is_lost(x) and x not in self._held]
-        self._holder.difference_update(lost)
+        lost = [x for x in self.holder if _is_lost(x) and x not in self._held]
+        self.holder.difference_update(lost)
         return [("an entry of a set", NOTHING)] * len(lost)
 
 
@@ -277,16 +312,20 @@ class _Array:
     """Numbers without tensors among them: an array of NumPy, bytes."""
 
     def __init__(self, holder: Any) -> None:
-        self._holder, self._held = holder, holder.copy()
+        self.holder, self._held = holder, holder.copy()
 
     def values(self) -> Iterable[Any]:
         return ()
 
+    def changes(self) -> dict[Any, tuple[Any, Any]]:
+        was, new = copied(self._held), copied(self.holder)
+        return {} if was == new else {"": (was, new)}
+
     def all_back(self) -> None:
-        if isinstance(self._holder, bytearray):
-            self._holder[:] = self._held
-        elif self._holder.flags.writeable and self._holder.shape == self._held.shape:
-            self._holder[...] = self._held
+        if isinstance(self.holder, bytearray):
+            self.holder[:] = self._held
+        elif self.holder.flags.writeable and self.holder.shape == self._held.shape:
+            self.holder[...] = self._held
 
     def back(self) -> Lost:
         return []
