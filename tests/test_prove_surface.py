@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -79,6 +80,25 @@ def test_plans_that_cannot_be_applied_are_refused():
 def test_a_plan_with_stages_is_one_cards():
     proof = oc.prove(plain, world=2, plan=oc.Plan(pp=2))
     assert proof.equal and proof.values
+
+
+def dropped(p: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(p)) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(8, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("p", "equal"), [(0.0, True), (0.2, False)])
+def test_dropout_in_microbatches_is_no_fault(p, equal):
+    plan = oc.Plan(pp=2, microbatches=2, schedule="F-then-B")
+    proof = oc.prove(dropped, p, world=2, plan=plan, rounding=False)
+    assert proof.equal is equal
+    assert ("draws for one of the plan's 2 microbatches after the other" in str(proof)) is not equal
+    assert oc.prove(dropped, p, world=2, plan=replace(plan, microbatches=1), rounding=False)
 
 
 # -- others' layers ----------------------------------------------------------------------------------------------------------
