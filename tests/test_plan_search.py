@@ -303,6 +303,16 @@ def test_a_runner_up_that_there_is_not():
         found.diff(99)
 
 
+def test_a_degree_that_gains_nothing_says_so():
+    given = {"batch": (torch.zeros(16, 8), torch.zeros(16, 8)), "loss": nn.functional.mse_loss, "machine": "A100"}
+    small = nn.Sequential(nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 8))
+    slow = replace(oc.Machine.preset("A100"), name="slow", latency=1.0)
+    with pytest.raises(
+        PlanError, match="every cut of parameters over tp=2 ranks sends more than it saves on slow. To have"
+    ):
+        oc.plan(small, world=2, **{**given, "machine": slow}, fixed={"tp": 2})
+
+
 def test_modules_need_a_batch_and_a_loss():
     with pytest.raises(PlanError, match="an example of the batch"):
         oc.plan(MLP(8, 16), world=2)

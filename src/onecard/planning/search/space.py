@@ -115,7 +115,13 @@ class Space:
         if why:
             self._left_out(why)
             return
-        yield from self.subject.placed(one, self.machine)
+        placed = self.subject.placed(one, self.machine)
+        if not placed:
+            self._left_out(
+                f"every cut of parameters over tp={tp} ranks sends more than it saves on {self.machine.name or 'this machine'}. "
+                'To have one all the same: Plan(tp=..., placements=(("*.up.weight", "tp: Shard(0)"), ...))'
+            )
+        yield from placed
 
     def again(self, group: Plan) -> Iterator[Plan]:
         """Groups like this one that take less memory and no less time: with what backward may compute again, or with smaller
