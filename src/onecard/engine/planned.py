@@ -81,7 +81,9 @@ class PlannedStep:
                 parts = None
         if parts is None and trains is not None:
             return self._beside(trains)
-        return self._of_training(parts)
+        held = [parts]
+        del parts
+        return self._of_training(held)
 
     def _trained(self) -> PlannedStep | None:
         """The last step of training that was laid out by this plan."""
@@ -97,8 +99,9 @@ class PlannedStep:
             self.fn, **{**static_options(strategy, "eval", self.plan.world, applied.mesh), **self._options}
         )
 
-    def _of_training(self, parts: Any) -> api.Static:
+    def _of_training(self, held: list[Any]) -> api.Static:
         with all_or_none(name_of(self.fn), "plan", self._ranks):
+            parts = held.pop()
             model, optimizers = parts.model, parts.optimizers
             if self.plan is None:
                 self.plan = _found(parts)

@@ -17,6 +17,7 @@ from onecard._torch.names import in_backward, tree_leaves, tree_map
 from onecard._torch.uncompiled import is_wrapper
 from onecard.comm.base.record import on_behalf_of, user_line
 from onecard.errors import PlanError
+from onecard.static.guards.numbers import plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,8 @@ class HeardProgram:
         self._inside -= 1
         if not self._inside and self.model in (None, module) and output is not None and self._loss is None:
             self.model = module
-            self._calls.append(_Call(None, args, kwargs, _leaves(output), torch.is_grad_enabled(), user_line()))
+            given = plain(args), plain(kwargs)
+            self._calls.append(_Call(None, *given, _leaves(output), torch.is_grad_enabled(), user_line()))
 
     def heard(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A call of torch's, before or behind the model."""
@@ -95,7 +97,7 @@ class HeardProgram:
             self.backwards += 1
             self._loss = args[0] if self._loss is None else self._loss
         elif self._loss is None:
-            call = _Call(func, args, kwargs, tree_leaves(result), torch.is_grad_enabled(), user_line())
+            call = _Call(func, plain(args), plain(kwargs), tree_leaves(result), torch.is_grad_enabled(), user_line())
             if any(True for _ in call.given()) and any(isinstance(x, Tensor) for x in call.results):
                 self._calls.append(call)
 

@@ -20,6 +20,17 @@ _SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _PRINTS = {Tensor.__repr__, Tensor.__format__}
 _LITERAL = (bool, int, float, complex, Tensor)
 _FORWARD_ONLY = {torch.batch_norm, torch.nn.functional.batch_norm}  # their backward operators take no momentum
+_MULTIPLY = {
+    Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, torch.mul, torch.multiply,
+    Tensor.div, Tensor.div_, Tensor.divide, Tensor.true_divide, Tensor.__truediv__, Tensor.__itruediv__, Tensor.__rtruediv__,
+    torch.div, torch.divide, torch.true_divide,
+}  # fmt: skip
+"""Whose backward operators are given the number as it is."""
+_ADD = {
+    Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.add, torch.sub, torch.subtract,
+    Tensor.sub, Tensor.sub_, Tensor.subtract, Tensor.__sub__, Tensor.__rsub__, Tensor.__isub__, torch.rsub,
+}  # fmt: skip
+"""Whose backward operators need no number."""
 _FROM_PYTHON = {torch.tensor, torch.as_tensor, torch.scalar_tensor}
 _LOOKS = frozenset((
     *(getattr(Tensor, name).__get__ for name in ("device", "dtype", "grad_fn", "is_leaf", "layout", "ndim", "requires_grad",
@@ -85,7 +96,8 @@ class Above(TorchFunctionMode):
     def _tagged(self, func: Any, args: Any, kwargs: Any, tags: list[Number]) -> Any:
         recorder = self.recorder
         values = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if func not in _FORWARD_ONLY and _differentiates(values):
+        kept = func not in _FORWARD_ONLY and _differentiates(values)
+        if kept and (func not in _MULTIPLY | _ADD or kwargs):
             # The backward operators take the number from autograd, where nobody can follow it.
             for tag in tags:
                 float(tag)
@@ -93,15 +105,10 @@ class Above(TorchFunctionMode):
         laid_out = [x for x in values if isinstance(x, DistTensor)]
         if laid_out and not any(x._spec.here for x in laid_out):  # on other ranks: here nothing is computed
             return func(*plain(args), **plain(kwargs))
-        recorder.tags, recorder.matched, recorder.foreign = tags, set(), False
-        recorder.known = {x for x in tree_leaves((args, kwargs)) if type(x) is float}
-        try:
+        with _Followed(recorder, tags, {x for x in tree_leaves((args, kwargs)) if type(x) is float}):
             result = func(*plain(args), **plain(kwargs))
-        finally:
-            recorder.tags = []
-        for tag in tags:
-            if recorder.foreign or id(tag) not in recorder.matched:
-                float(tag)  # what torch makes of it cannot be told: it must stay what it is
+        if kept and func in _MULTIPLY:
+            _in_backward(result.grad_fn, recorder, tags)
         return result
 
     def _read(self, func: Any, result: Any) -> Any:
@@ -113,6 +120,53 @@ class Above(TorchFunctionMode):
         for value, node in reads:
             recorder.condition(operator.eq, (node, value), True)
         return result
+
+
+class _Followed:
+    """While operators run that are given these numbers. What torch makes of them otherwise must stay what it is."""
+
+    def __init__(self, recorder: Recorder, tags: list[Number], known: set[float]) -> None:
+        self.recorder, self.tags, self.known = recorder, tags, known
+
+    def __enter__(self) -> None:
+        recorder = self.recorder
+        self._before = recorder.tags, recorder.matched, recorder.foreign, recorder.known
+        recorder.tags, recorder.matched, recorder.foreign, recorder.known = self.tags, set(), False, self.known
+
+    def __exit__(self, kind: Any, *fault: Any) -> None:
+        recorder = self.recorder
+        matched, foreign = recorder.matched, recorder.foreign
+        recorder.tags, recorder.matched, recorder.foreign, recorder.known = self._before
+        for tag in self.tags if kind is None else ():
+            if foreign or id(tag) not in matched:
+                float(tag)
+
+
+def _in_backward(node: Any, recorder: Recorder, tags: list[Number]) -> None:
+    """The number that a node of autograd keeps is followed where it hands it to its operators.
+
+    Not of what is written to a part of another tensor, nor under ``torch.func``: the node that keeps it is not at hand.
+    """
+    under_way: list[_Followed] = []
+    if type(node).__name__.removesuffix("Backward0") not in ("Mul", "Div"):
+        for tag in tags:
+            float(tag)
+        return
+
+    def begin(grads: Any) -> None:
+        if torch.is_grad_enabled():  # their own graph keeps it once more
+            for tag in tags:
+                float(tag)
+        elif recorder.listens:
+            under_way.append(_Followed(recorder, tags, set()))
+            under_way[-1].__enter__()
+
+    def end(grads: Any, given: Any) -> None:
+        if under_way:
+            under_way.pop().__exit__(None)
+
+    node.register_prehook(begin)
+    node.register_hook(end)
 
 
 def _differentiates(values: Any) -> bool:

@@ -113,7 +113,8 @@ def lost_number() -> RecordingError:
     """The error for a number that went through C code."""
     return RecordingError(
         f"an operator at {record.user_line()} takes a number that math, NumPy or another library has computed inside the step "
-        "from one that changes between steps (an argument, a learning rate). Compute it before the step and pass the result"
+        "from one that changes between steps (an argument, a learning rate), or such a number in a forward that backward runs "
+        "again (checkpoint). Compute it before the step and pass the result; in a checkpointed forward pass it as a tensor"
     )
 
 
