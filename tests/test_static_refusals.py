@@ -250,7 +250,7 @@ def test_what_is_asked_before_each_replay() -> None:
     one, signs = torch.ones(3), torch.tensor([1.0, -1.0, 1.0])
     for i, scale in enumerate((one * 1, one * 3, one * 2, signs, signs * 3, one)):
         with (
-            pytest.warns(UserWarning, match="a number that the step asks about")
+            pytest.warns(UserWarning, match=r"x, scale, which the step asks about at \S*test_static_refusals.py:\d+")
             if i == 3
             else warnings.catch_warnings()
         ):

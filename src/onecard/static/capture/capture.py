@@ -251,7 +251,7 @@ class Capture:
         had = tuple((places(k, None), bool(before.gradients[k])) for k in known)
         named = [(name, root) for name, root in places.roots if not is_nameless(name)]
         made = RecordedStep(
-            name, recorder.graph, inputs, results, tree, effects, *asked(recorder.graph, recorder.conditions),
+            name, recorder.graph, inputs, results, tree, effects, *asked(recorder.graph, recorder.conditions, recorder.asked_at),
             tuple(n for n, _ in places.roots), had, constants, beliefs=believed(named, still_before(before, places.roots)),
             around=(torch.is_grad_enabled(), modes()), owners=places.owners(),
         )  # fmt: skip

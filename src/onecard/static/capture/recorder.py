@@ -78,6 +78,7 @@ class Recorder(ValueReads):
         self.outside: dict[fx.Node, Any] = {}
         self._inputs: dict[int, fx.Node] = {}
         self.conditions: list[Condition] = []
+        self.asked_at: dict[Condition, str] = {}
         self.leaves: dict[int, Tensor] = {}
         self.calls = 0  # of torch's functions, under way
         self.hooked = -1  # the run of autograd's engine in which Python has made one of these: a hook
@@ -360,6 +361,7 @@ class Recorder(ValueReads):
             known = (function, args, outcome)
             if known not in self.conditions:
                 self.conditions.append(known)
+                self.asked_at[known] = record.user_line()
         return outcome
 
     def finish(self, results: Sequence[Any]) -> None:

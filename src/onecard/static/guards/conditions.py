@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from onecard.errors import RecordingError
 from onecard.static.step.memory import GraphMemory
 
 
-def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, tuple[bool, ...]]:
+def asked(
+    graph: fx.Graph, conditions: Sequence[Any], lines: Mapping[Any, str] = MappingProxyType({})
+) -> tuple[fx.Graph | None, tuple[bool, ...]]:
     """A graph of the same inputs that gives the answers, with those that a replay needs; None if nothing is asked.
 
     It writes to nothing: counters that the step counts up are counted up in copies.
@@ -41,8 +44,34 @@ def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, 
         elif node in needed and node.op == "call_function":
             names[node] = made.node_copy(node, names.__getitem__)
     answers = [made.call_function(f, fx.map_arg(args, names.__getitem__)) for f, args, _ in conditions]
+    for node, condition in zip(answers, conditions, strict=True):
+        node.meta["line"] = lines.get(condition, "")
     made.output(tuple(answers))
     return made, tuple(outcome for _, _, outcome in conditions)
+
+
+def answered_otherwise(conditions: fx.Graph, names: Sequence[str], before: Sequence[Any], now: Sequence[Any]) -> str:
+    """Which answer is another one, in words: of what, and where it was asked.
+
+    Args:
+        names: of the inputs; before, now: the answers.
+    """
+    output = next(iter(conditions.find_nodes(op="output")))
+    node = next(node for node, a, b in zip(output.args[0], before, now, strict=True) if a != b)
+    given = dict(zip(conditions.find_nodes(op="placeholder"), names, strict=True))
+    waiting, found = [node], dict[fx.Node, None]()
+    while waiting:
+        one = waiting.pop()
+        found[one] = None
+        waiting += [n for n in one.all_input_nodes if n not in found]
+    of = ", ".join(name for n, name in given.items() if n in found)
+    line = node.meta.get("line") or ""
+    return (
+        f"{of or 'a number'}, which the step asks about"
+        + (f" at {line}" if line else "")
+        + " (in an if, an int(), or an operator "
+        "whose number autograd keeps)"
+    )
 
 
 def _draws(node: fx.Node) -> bool:

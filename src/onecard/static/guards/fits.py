@@ -18,6 +18,7 @@ from onecard.static.code.source import Code, Source
 from onecard.static.code.spent import spent
 from onecard.static.guards.arguments import changed, is_like, modes, one_memory
 from onecard.static.guards.before import STILL, options_of, values_of
+from onecard.static.guards.conditions import answered_otherwise
 from onecard.static.guards.hooked import HOOKS, own_parameters, same_code, same_keys
 from onecard.static.guards.lookup import now_at
 from onecard.static.guards.places import at, module_at, named_parameters, optimizer_at
@@ -61,8 +62,11 @@ class Fits(Source):
         self._ties()
         if recording.conditions is not None:
             ask, answers = self.slot(compiled(recording.conditions)), self.slot(recording.answers)
-            asked = self.code("{}({}) != {}", ask, self.joined(", ", self.given), answers)
-            self.miss(asked, "a number that the step asks about (in an if, an int())")
+            now = self.code("{}({})", ask, self.joined(", ", self.given))
+            names = [known.name for known in recording.inputs]
+            words = self.slot(partial(answered_otherwise, recording.conditions, names, recording.answers))
+            asked = self.code("if {} != {}: return ", now, answers)
+            self.lines.append((self.code("{}MISS", asked), self.code("{}{}({})", asked, words, now)))
 
     # -- places ------------------------------------------------------------------------------------------------------------
 
