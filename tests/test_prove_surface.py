@@ -77,6 +77,12 @@ def test_plans_that_cannot_be_applied_are_refused():
         oc.prove(plain, plan=oc.Plan(pp=2, virtual=2, microbatches=2))
 
 
+def test_ranks_that_send_nothing_say_so():
+    assert "no rank sent anything: each ran the whole program" in str(oc.prove(plain, world=2, rounding=False))
+    assert "no rank sent" not in str(oc.prove(plain, world=2, plan=oc.Plan(dp=2), rounding=False))
+    assert "no rank sent" not in str(oc.prove(programs.ddp, world=2, against=programs.one_card, rounding=False))
+
+
 def test_a_plan_with_stages_is_one_cards():
     proof = oc.prove(plain, world=2, plan=oc.Plan(pp=2))
     assert proof.equal and proof.values

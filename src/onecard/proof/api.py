@@ -180,8 +180,17 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
     return Proof(
         case.world, not wrong, exact, len(found.one) - len(found.numbered), found.share, tuple(results), wrong, first,
         own, tuple(unpaired), time.perf_counter() - began, why, rounded=told.rounded, begun=told.begun, alone=found.names_alone(),
-        numbered=found.names_numbered(), zero=zero,
+        numbered=found.names_numbered(), zero=zero, undivided=_undivided(case, ranks),
     )  # fmt: skip
+
+
+def _undivided(case: Case | Recorded, ranks: Sequence[Watched]) -> str:
+    """Ranks that send nothing run one card's program as it is: what is proved is little."""
+    if isinstance(case, Recorded) or case.recorded or case.plan is not None or case.world == 1:
+        return ""
+    if any(rank.messages for rank in ranks):
+        return ""
+    return "no rank sent anything: each ran the whole program. Divide it (marks, fleet), or give a plan: plan=oc.Plan(dp=2)"
 
 
 def both(case: Case | Recorded, in_float64: bool, keep: bool = True) -> tuple[Watched, list[Watched]]:

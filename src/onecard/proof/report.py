@@ -93,6 +93,7 @@ class Proof:
             they are not among ``values``.
         begun: which parameters begin with other values than on one card, or that the program draws by nobody's seed, in words.
         zero: which gradients are zero but for rounding, so that ``rounding`` leaves them out, in words.
+        undivided: that no rank has sent anything, in words.
     """
 
     world: int
@@ -114,6 +115,7 @@ class Proof:
     numbered: tuple[str, ...] = ()
     zero: str = ""
     begun: str = ""
+    undivided: str = ""
 
     @property
     def compared(self) -> int:
@@ -149,7 +151,7 @@ class Proof:
             lines.append(f"  {self.passes}")
         if self.unpaired:
             lines.append(f"  not on one card: {', '.join(self.unpaired[:SHOWN])}")
-        lines += [f"  {said}" for said in (self.zero, self.why, self.rounded, self.widths) if said]
+        lines += [f"  {said}" for said in (self.undivided, self.zero, self.why, self.rounded, self.widths) if said]
         return "\n".join(lines)
 
     def html(self, path: str | PathLike[str], title: str = "") -> None:
