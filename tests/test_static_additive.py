@@ -285,6 +285,27 @@ def test_in_a_pipeline() -> None:
                 optimizer.zero_grad()
 
 
+def test_rows_that_are_mixed_by_number_are_named():
+    """Labels by numbers of rows of the batch: counting them ended with IndexError, as a microbatch has fewer rows."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor, p: Tensor) -> Tensor:
+        out = model(0.7 * x + 0.3 * x[p])
+        loss = 0.7 * F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out, y[p])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = oc.to_static(step, k_steps=2)
+    with pytest.raises(
+        RecordingError, match=r"index at \S*test_static_additive.py:\d+ takes rows of the batch together"
+    ):
+        for _ in range(2):
+            run(torch.randn(16, 4), torch.randint(0, 4, (16,)), torch.arange(15, -1, -1))
+
+
 def _refused_and_caught() -> float:
     mesh = oc.ProcessMesh(range(2), ["dp"])
     x = oc.shard_tensor(torch.arange(16.0).view(16, 1).repeat(1, 4), mesh, [oc.Shard(0)])

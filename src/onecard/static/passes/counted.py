@@ -62,7 +62,10 @@ class Count:
                     values.append(self._part(leaves[step.leaf], i))
                 else:
                     function, args, kwargs = step
-                    values.append(function(*_filled(args, values), **_filled(kwargs, values)))
+                    try:
+                        values.append(function(*_filled(args, values), **_filled(kwargs, values)))
+                    except (IndexError, RuntimeError) as fault:  # of a microbatch's rows, by numbers of rows of the batch
+                        raise UnknownCount from fault
         found: Tensor = values[-1]
         return found
 
