@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -285,9 +286,8 @@ def test_in_a_pipeline() -> None:
                 optimizer.zero_grad()
 
 
-def test_rows_that_are_mixed_by_number_are_named():
-    """Labels by numbers of rows of the batch: counting them ended with IndexError, as a microbatch has fewer rows."""
-    model = nn.Linear(4, 4)
+def _mixed() -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: Tensor, y: Tensor, p: Tensor) -> Tensor:
@@ -298,12 +298,17 @@ def test_rows_that_are_mixed_by_number_are_named():
         optimizer.zero_grad()
         return loss
 
-    run = oc.to_static(step, k_steps=2)
-    with pytest.raises(
-        RecordingError, match=r"index at \S*test_static_additive.py:\d+ takes rows of the batch together"
-    ):
+    run = oc.to_static(step, plan=oc.Plan(pp=2, microbatches=2))
+    with pytest.raises(RecordingError) as fault:
         for _ in range(2):
             run(torch.randn(16, 4), torch.randint(0, 4, (16,)), torch.arange(15, -1, -1))
+    return str(fault.value)
+
+
+def test_rows_that_are_mixed_by_number_are_named():
+    """Labels by numbers of rows of the batch: counting them ended with IndexError, as a microbatch has fewer rows."""
+    for said in run_ranks(_mixed, 2):
+        assert re.search(r"index at \S*test_static_additive.py:\d+ takes rows of the batch together", said), said
 
 
 def _refused_and_caught() -> float:
