@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "examples" / "gpt"), str(Path(__file__).parent)]
 
+import onecard as oc  # noqa: E402
 from gpt_tp import N_RANKS, peak_rss_mb, say  # noqa: E402
 from model import GPT, GPTConfig, next_byte_loss  # noqa: E402
 from onecard import pipeline  # noqa: E402
@@ -48,9 +49,11 @@ ALONE = {  # that torch has not, or has with other stages
     "V-Half": (pipeline.v_half, "", 2),
     "DualPipe-V": (pipeline.dualpipe_v, "", 2),
 }
-VARIANTS = tuple(f"{who} {name}" for name in PEERS for who in ("onecard", "torch")) + tuple(
-    f"onecard {n}" for n in ALONE
-)
+PLAIN = "plain GPipe"
+"""The whole model in its own loop, laid out by a plan with stages: every rank runs the program."""
+VARIANTS = (
+    *(f"{who} {name}" for name in PEERS for who in ("onecard", "torch")), *(f"onecard {n}" for n in ALONE), PLAIN
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,22 @@ class Variant:
             stage.zero_grad()
 
 
+def plain_loop(args: BenchArgs) -> Variant:
+    """The program of one card, with one call more."""
+    model = nn.Sequential(*layers(args))
+    oc.parallelize(model, plan=oc.Plan(pp=N_RANKS, microbatches=args.microbatches, schedule="F-then-B"))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = next_byte_loss(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    return Variant({0: model}, step)
+
+
 def build(args: BenchArgs, name: str) -> Variant:
+    if name == PLAIN:
+        return plain_loop(args)
     schedule, stages = stages_of(args, name)
     if name.startswith("onecard"):
         runner = pipeline.Runner(stages, next_byte_loss)
@@ -155,8 +173,8 @@ def check(args: BenchArgs, name: str, variant: Variant) -> str:
     whole = layers(args)
     expected = next_byte_loss(nn.Sequential(*whole)(x), y)
     expected.backward()
-    schedule, _ = stages_of(args, name)
-    blocks = (len(whole) - 2) // schedule.num_stages
+    count = 1 if name == PLAIN else stages_of(args, name)[0].num_stages
+    blocks = (len(whole) - 2) // count
     loss = variant.step(x, y)
     if loss is not None and not abs(loss - expected) <= TOLERANCE * abs(expected):
         return f"{name}: loss {float(loss):.7f} instead of {float(expected):.7f}"
@@ -164,7 +182,8 @@ def check(args: BenchArgs, name: str, variant: Variant) -> str:
         first = 1 + blocks * number if number else 0
         for module, twin in zip(stage, whole[first:], strict=False):
             for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-                if p.grad is None or q.grad is None or (p.grad - q.grad).abs().max() > TOLERANCE * q.grad.abs().max():
+                own = oc.unshard(p.grad)
+                if own is None or q.grad is None or (own - q.grad).abs().max() > TOLERANCE * q.grad.abs().max():
                     return f"{name}: a gradient of stage {number} differs from one card's"
     variant.clear()
     return ""
@@ -237,7 +256,7 @@ def table(seconds: dict[str, list[float]], memory: dict[str, float], bound: floa
     )
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     for name, values in seconds.items():
-        peer = name.replace("onecard", "torch")
+        peer = name.replace("onecard", "torch").replace("plain", "torch")
         has = name != peer and peer in middle
         pairs = [mine / theirs for mine, theirs in zip(values, seconds[peer], strict=True)] if has else []
         made.add_row(

@@ -679,3 +679,53 @@ def many_for_masters() -> dict[str, float]:
 def test_gradients_for_master_weights_add_up_in_a_wider_dtype() -> None:
     far = run_ranks(many_for_masters, 2)[0]
     assert far["torch.float32"] < 1e-5 < 3e-3 < far["None"], far
+
+
+def _summed_twice() -> float:
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"sep_degree": 2, "mp_degree": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    grid = fleet.get_hybrid_communicate_group()
+    weight = nn.Parameter(torch.zeros(()))
+    for axis in ("mp", "sep"):
+        fleet.sum_over(weight, grid.group(axis))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+    (weight * 10.0 ** oc.get_rank()).backward()
+    optimizer.step()
+    return weight.item()
+
+
+def test_summands_along_two_axes_are_those_of_all_ranks():
+    """Ranks took their groups by the numbers of their ranks: some along mp first, some along sep, and got -111, -1011, -1122."""
+    assert run_ranks(_summed_twice, 4) == [-1111.0] * 4
+
+
+def _expert_of_one_rank(dp: int, mp: int) -> list[list[float]]:
+    """Plain experts, each reached from the tokens of one rank alone."""
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": dp, "mp_degree": mp}
+    fleet.init(is_collective=True, strategy=strategy)
+    grid = fleet.get_hybrid_communicate_group()
+    oc.manual_seed(0)
+    moe = fleet.meta_parallel.MoELayer(
+        4, [nn.Linear(4, 4) for _ in range(4)], {"type": "naive", "top_k": 1}, num_experts=4,
+        mp_group=grid.get_model_parallel_group(),
+    )  # fmt: skip
+    with torch.no_grad():
+        moe.gate.gate.weight.copy_(torch.eye(4))
+        moe.gate.gate.bias.zero_()
+    model = fleet.distributed_model(nn.Sequential(moe))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.eye(4)[torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])]  # token i goes to this expert
+    out = model(x.chunk(dp)[grid.get_data_parallel_rank()])
+    out.square().sum(1).mean().backward()
+    optimizer.step()
+    return [p.detach().flatten().tolist() for p in model.parameters()]
+
+
+def test_an_expert_that_one_rank_of_a_grid_reaches():
+    """Which experts have a gradient was agreed on along dp first on some ranks, along mp first on others: messages differed."""
+    expected = run_ranks(_expert_of_one_rank, 1, 1, 1)[0]
+    for found in run_ranks(_expert_of_one_rank, 4, 2, 2):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)

@@ -81,7 +81,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         >>> len(blocks_of(nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(9))})))
         9
     """
-    return [block for _, blocks in _lists(model, "") for block in blocks]
+    return [block for _, blocks in _chains(model) for block in blocks]
 
 
 def block_paths(model: nn.Module) -> list[str]:
@@ -90,8 +90,22 @@ def block_paths(model: nn.Module) -> list[str]:
     Example:
         >>> block_paths(nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))}))
         ['blocks.0', 'blocks.1']
+        >>> block_paths(nn.Sequential(nn.Embedding(5, 4), *(nn.Linear(4, 4) for _ in range(3)), nn.LayerNorm(4)))
+        ['0', '1', '2', '3', '4']
     """
-    return [f"{path}.{name}" for path, blocks in _lists(model, "") for name, _ in blocks.named_children()]
+    return [f"{path}.{name}".lstrip(".") for path, blocks in _chains(model) for name, _ in blocks.named_children()]
+
+
+def _chains(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Its lists of blocks; the model itself, where that is a list, and most of its parameters are in blocks that are alike."""
+    if isinstance(model, nn.Sequential):
+        faces = [face(block) for block in model]
+        pairs = {i for i in range(len(faces) - 1) if _alike(faces, i, i + 1)}
+        sizes = [sum(p.numel() for p in block.parameters()) for block in model]
+        if pairs and 2 * sum(n for i, n in enumerate(sizes) if {i, i - 1} & pairs) >= sum(sizes) > 0:
+            yield "", model
+            return
+    yield from _lists(model, "")
 
 
 def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:

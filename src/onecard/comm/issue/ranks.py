@@ -43,6 +43,18 @@ class Ranks(Group):
         """Whether this process is one of them."""
         return self.index >= 0
 
+    @property
+    def turn(self) -> tuple[Any, ...]:
+        """By which every rank takes its groups: those along one axis of a grid together.
+
+        By their ranks alone, some ranks would sum along one axis first, and some along the other.
+
+        Example:
+            >>> of_ranks([0], "mp").turn
+            ('mp', (0,), (0,))
+        """
+        return self.name, tuple(rank - self.ranks[0] for rank in self.ranks), self.ranks
+
     def mesh(self) -> ProcessMesh:
         """They as a mesh of one axis."""
         return ProcessMesh(self.ranks, [self.name])

@@ -40,17 +40,14 @@ def sync(parameters: Iterable[Tensor], step: bool = False, call: str = "gradient
     chosen = [p for p in given if _is_plain(p)]
     states: dict[Tensor, Any] = {p: pending.of(p) for p in chosen}
     added, changed = _agreed(chosen, call)
-    sums, summands = {(s.ranks, s.name): s for p in added for s in held(p).sums}, {*map(id, added)}
-    # In one order on all ranks: those of a pipeline hold other parameters, and meet some ranks here and some there.
-    for (ranks, name), group in sorted(sums.items()):
-        _reduce(
-            [_part(p) for p in added if any((s.ranks, s.name) == (ranks, name) for s in held(p).sums)], group, "sum"
-        )
+    summands = {*map(id, added)}
+    for group in _in_order(s for p in added for s in held(p).sums):
+        _reduce([_part(p) for p in added if _sums_over(p, group)], group, "sum")
     for p in added:
         if held(p).copies:
             _sum_copies(p)
     over = {p: (states[p].rest if step else None) or holders.averaged_over(p) for p in changed}
-    for _, group in sorted({d.ranks: d for d in over.values() if d is not None}.items()):
+    for group in _in_order(d for d in over.values() if d is not None):
         mine = [p for p, d in over.items() if d is not None and d.ranks == group.ranks]
         _reduce([_part(p) for p in mine], group, "avg")
         for p in mine:
@@ -132,9 +129,8 @@ def _sync_twins(chosen: list[Tensor]) -> None:
     twins.check(chosen)
     twins.finish(chosen)
     todo = [p for p in chosen if held(p).sums and not twins.is_summed(p)]
-    sums = {(s.ranks, s.name): s for p in todo for s in held(p).sums}
-    for (ranks, name), group in sorted(sums.items()):
-        mine = [p for p in todo if any((s.ranks, s.name) == (ranks, name) for s in held(p).sums)]
+    for group in _in_order(s for p in todo for s in held(p).sums):
+        mine = [p for p in todo if _sums_over(p, group)]
         missing = [p for p, used in zip(mine, _used(mine, group), strict=True) if used and p.grad is None]
         for p in missing:
             p.grad = twins.twin_of(p).zero(p)  # type: ignore[union-attr]
@@ -210,11 +206,11 @@ def _agreed(parameters: list[Tensor], call: str) -> tuple[list[Tensor], list[Ten
 
     A parameter that some ranks did not use gets zeros there: on one card its gradient is that of the others' data.
     """
-    by_group: dict[tuple[tuple[int, ...], str], tuple[Ranks, list[Tensor]]] = {}
+    by_group: dict[tuple[Any, ...], tuple[Ranks, list[Tensor]]] = {}
     for p in parameters:
         for group in [*held(p).sums, *([held(p).group] if held(p).copies else []), holders.averaged_over(p)]:
             if group is not None and group.size > 1:
-                by_group.setdefault((group.ranks, group.name), (group, []))[1].append(p)
+                by_group.setdefault(group.turn, (group, []))[1].append(p)
     states: dict[Tensor, Any] = {p: pending.of(p) for p in parameters}
     said = {
         p: [(grad := _part(p)) is not None, states[p].summand, states[p].uneven, _is_dense(grad)] for p in parameters
@@ -232,6 +228,15 @@ def _agreed(parameters: list[Tensor], call: str) -> tuple[list[Tensor], list[Ten
         if said[p][1] and states[p].dtype is not None:
             states[p].widen(p)
     return [p for p in there if said[p][1]], [p for p in there if said[p][2]]
+
+
+def _in_order(groups: Iterable[Ranks]) -> list[Ranks]:
+    """Each once, in one order on all ranks: those of a pipeline hold other parameters, and meet some here and some there."""
+    return [group for _, group in sorted({group.turn: group for group in groups}.items(), key=lambda item: item[0])]
+
+
+def _sums_over(p: Tensor, group: Ranks) -> bool:
+    return any(s.turn == group.turn for s in held(p).sums)
 
 
 def _is_dense(grad: Tensor | None) -> bool:
