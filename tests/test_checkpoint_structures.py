@@ -423,6 +423,55 @@ def test_optimizers_that_options_do_not_tell_apart_are_told_by_their_class(saved
     assert {*oc.checkpoint.load(tmp_path)["optimizer"]} == {"state", "param_groups"}
 
 
+class OwnAdam(torch.optim.Adam):
+    pass
+
+
+class OwnRule(torch.optim.Optimizer):
+    """One option, as torch's have it, too."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["m"] = torch.ones_like(p)
+
+
+class OwnStep(torch.optim.lr_scheduler.StepLR):
+    pass
+
+
+def test_classes_of_ones_own_are_those_that_they_are_derived_from(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    made = {
+        c.__name__: c
+        for c in (torch.optim.Adam, torch.optim.Adamax, torch.optim.RAdam, torch.optim.SGD, OwnAdam, OwnRule)
+    }
+    alike = [{"Adam", "OwnAdam"}]
+    for saved, make in made.items():
+        optimizer = make(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        oc.checkpoint.save({"optimizer": optimizer}, tmp_path / saved)
+        for kind, other in made.items():
+            into = other(model.parameters())
+            if kind == saved or {kind, saved} in alike:
+                oc.checkpoint.load(tmp_path / saved, {"optimizer": into})
+                into.step()
+            else:
+                with pytest.raises(CheckpointError, match=f"of another class|has {saved}, and {kind} is to be filled"):
+                    oc.checkpoint.load(tmp_path / saved, {"optimizer": into})
+    schedules, optimizer = torch.optim.lr_scheduler, torch.optim.SGD(model.parameters(), 0.1)
+    oc.checkpoint.save({"schedule": schedules.ExponentialLR(optimizer, 0.9)}, tmp_path / "exponential")
+    oc.checkpoint.save({"schedule": schedules.StepLR(optimizer, 5)}, tmp_path / "steps")
+    own = OwnStep(optimizer, 2)
+    with pytest.raises(CheckpointError, match="has ExponentialLR, and OwnStep is to be filled"):
+        oc.checkpoint.load(tmp_path / "exponential", {"schedule": own})
+    oc.checkpoint.load(tmp_path / "steps", {"schedule": own})
+    assert own.step_size == 5
+
+
 def test_schedules_that_attributes_do_not_tell_apart_are_told_by_their_class(tmp_path: Path) -> None:
     optimizer, schedules = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1), torch.optim.lr_scheduler
     made = {

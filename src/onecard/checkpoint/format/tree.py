@@ -31,7 +31,16 @@ class StateOf(dict[str, Any]):
 
     def __init__(self, owner: Any, state: Mapping[str, Any]) -> None:
         super().__init__(state)
-        self.kind = f"{type(owner).__module__}.{type(owner).__qualname__}"
+        kind = kind_from(type(owner))
+        self.kind = f"{kind.__module__}.{kind.__qualname__}"
+
+
+def kind_from(cls: type) -> type:
+    """The class of torch's optimizers and schedules from which a class is derived; of others it itself."""
+    own = (
+        c for c in cls.__mro__ if c.__module__.startswith("torch.optim.") and c.__module__ != "torch.optim.optimizer"
+    )
+    return next((c for c in own if c.__name__ != "LRScheduler"), cls)
 
 
 def encode(value: Any, path: str, take: Take) -> Any:

@@ -29,7 +29,7 @@ def group_names(node: Any, path: str, changes: Sequence[Change], target: Optimiz
         CheckpointError: the saved one was of another class.
     """
     groups: Any = (tree.children(node) or {}).get("param_groups")
-    _check_class(groups, target, path)
+    _check_class(groups, target, path, tree.kind_of(node))
     try:
         saved = [{"params": list((tree.children(group["params"]) or {}).values())} for group in groups]
         return members(saved, path, changes)
@@ -37,7 +37,7 @@ def group_names(node: Any, path: str, changes: Sequence[Change], target: Optimiz
         return []
 
 
-def _check_class(groups: Any, target: Optimizer | dict[str, Any], path: str) -> None:
+def _check_class(groups: Any, target: Optimizer | dict[str, Any], path: str, was: str) -> None:
     """Whether an optimizer has options that the saved one had not, and the other way round; versions and schedulers add some."""
     if isinstance(target, Optimizer):
         kind, own, options = type(target).__name__, target.param_groups, target.defaults
@@ -48,12 +48,20 @@ def _check_class(groups: Any, target: Optimizer | dict[str, Any], path: str) -> 
         return
     lacks = [key for key in options if key not in (*groups[0], *_NO_OPTIONS)]
     foreign = [key for key in groups[0] if key not in (*own[0], *_NO_OPTIONS)]
-    if lacks and foreign:
+    # One of torch's, and one that is not derived from them: no version of one class.
+    mixed = (
+        bool(was) and isinstance(target, Optimizer) and _torchs(was) != _torchs(tree.kind_from(type(target)).__module__)
+    )
+    if (lacks and foreign) or (mixed and (lacks or foreign)):
         raise CheckpointError(
-            f"{path}: the saved optimizer has the options {', '.join(foreign)}, which {kind} has not, and {kind} has "
-            f"{', '.join(lacks)}: it was of another class, whose states and options would be taken for {kind}'s. Make the one "
-            "that was saved, or load without it: oc.checkpoint.load(path, {'model': model})"
+            f"{path}: the saved optimizer has the options {', '.join(foreign) or 'of it'}, which {kind} has not, and {kind} has "
+            f"{', '.join(lacks) or 'no others'}: it was of another class, whose states and options would be taken for {kind}'s. "
+            "Make the one that was saved, or load without it: oc.checkpoint.load(path, {'model': model})"
         )
+
+
+def _torchs(name: str) -> bool:
+    return name.startswith("torch.optim")
 
 
 def check_kind(target: Any, node: Any, path: str) -> None:
@@ -62,17 +70,12 @@ def check_kind(target: Any, node: Any, path: str) -> None:
     Raises:
         CheckpointError: of another class of torch's.
     """
-    (module, _, was), own = tree.kind_of(node).rpartition("."), type(target)
-    known = vars(torch.optim).get(was) or vars(lr_scheduler).get(was) if module.startswith("torch.optim") else None
-    if (
-        known is None
-        or not own.__module__.startswith("torch.optim")
-        or issubclass(own, known)
-        or issubclass(known, own)
-    ):
+    (module, _, was), own = tree.kind_of(node).rpartition("."), tree.kind_from(type(target))
+    known = vars(torch.optim).get(was) or vars(lr_scheduler).get(was) if _torchs(module) else None
+    if known is None or not _torchs(own.__module__) or issubclass(own, known) or issubclass(known, own):
         return
     raise CheckpointError(
-        f"{path}: the checkpoint has {was}, and {own.__name__} is to be filled, which has other states or takes them otherwise. "
+        f"{path}: the checkpoint has {was}, and {type(target).__name__} is to be filled, which has other states or takes them otherwise. "
         "Make the one that was saved, or load without it: oc.checkpoint.load(path, {'model': model})"
     )
 
