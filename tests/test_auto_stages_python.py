@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import types
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,11 @@ class Noting(nn.Module):
         self.seen: dict[str, Any] = {"calls": 0}
         self.log: list[Any] = []
         self.meter, self.rows, self.table = Meter(), 0, None
+        self.register_buffer("speed", torch.tensor(0.3))
+        self.waves: Any = ()
+        if kind == "weight norm":
+            with warnings.catch_warnings(action="ignore"):
+                nn.utils.weight_norm(self.a)
         if kind == "a list of a hook":
             self.a.register_forward_hook(lambda m, args, out: SHAPES.append(tuple(out.shape)))
 
@@ -59,6 +65,12 @@ class Noting(nn.Module):
         elif self.kind == "a table":
             self.table = torch.linspace(0, 1, 6) if self.table is None else self.table
             h = h * self.table
+        elif self.kind == "a table of a buffer":
+            if len(self.waves) < x.shape[1]:
+                self.waves = (torch.arange(x.shape[1]).float() * self.speed).cos()
+            h = h * self.waves[: x.shape[1]]
+        elif self.kind == "a value in an object":
+            self.log = [Output(h)]
         elif self.kind == "a dataclass":
             return Output(self.b(h), h)
         elif self.kind == "a namespace":
@@ -71,6 +83,7 @@ REFUSED = {
     "a list": "it changes Noting.log, once for each microbatch",
     "a count of an object": "it changes Meter.count, once for each microbatch",
     "a list of a hook": "it writes a number to SHAPES that is not the same for a microbatch",
+    "a value in an object": r"Noting.log keeps a value of its forward, \[8, 6\], which would be one microbatch's",
     "how many rows": "it writes a number to Noting.rows that is not the same for a microbatch",
     "a list that is given": "it writes to a list or a dict that it is given",
     "a tensor that is given": r"it writes to a tensor that it is given, \[4, 6\]",
@@ -122,7 +135,10 @@ def _trained(kind: str, plan: dict[str, Any] | None) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", ["a table", "a dataclass", "a namespace", "a plain gradient"])
+KEPT = ["a table", "a table of a buffer", "a dataclass", "a namespace", "a plain gradient", "weight norm"]
+
+
+@pytest.mark.parametrize("kind", KEPT)
 def test_it_gives_back_objects_and_is_given_plain_gradients(kind):
     expected = _trained(kind, None)
     for found in run_ranks(_trained, 2, kind, FIRST):

@@ -6,7 +6,7 @@ import gc
 import operator
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,15 +20,16 @@ from torch.overrides import TorchFunctionMode
 from onecard._torch import fakes
 from onecard._torch.hooks import without_cached_weights
 from onecard._torch.modes import DispatchMode
-from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
+from onecard._torch.names import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from onecard.comm.base.record import user_line
 from onecard.errors import PlanError
 from onecard.static.capture.sketch import Sketch
 from onecard.static.guards.held import NOTHING, HeldValues
-from onecard.static.guards.results import taken_apart
+from onecard.static.guards.results import taken_apart, tensors_inside
 from onecard.static.guards.unchanged import is_plain
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import ADDS, ALIKE, MIXED, ROWS, UNKNOWN, Kind, Verdict
+from onecard.tensor.dist_tensor import DistTensor
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_ROWS = (ROWS, ADDS, MIXED, UNKNOWN)
@@ -49,6 +50,7 @@ class RowLook:
     def __init__(self, module: nn.Module, count: int, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> None:
         self.module, self.count, self.leaves, self.cut, self.tree = module, count, leaves, cut, tree
         self.sketch = Sketch(lambda _: False, lambda _: None)
+        self._looked: list[Additive] = []
 
     def joins(self) -> list[bool]:
         """Which results have rows; the others are the same for all microbatches.
@@ -65,6 +67,7 @@ class RowLook:
                     if self._pair(state, now) != found:
                         raise self._refused("its second call gives other results than the first one")
                     self._check_changed(now)
+            self._check_left()
         except PlanError:
             raise
         except Exception as why:
@@ -84,7 +87,8 @@ class RowLook:
         noted = {key: _noted(now) for key, (_, now) in held.changes().items()}
         held.all_back()
         whole, results = self._run(state, rows, part.verdict)
-        self._check_kept(whole)
+        self._looked.append(whole)
+        self._check_kept(whole, held)
         self._check_objects(first, results)
         self._check_noted(held, noted)
         self._check_draws(part.draws, whole.draws)
@@ -102,7 +106,7 @@ class RowLook:
         looker = Additive([given[i] for i in self.cut], before, 1 if before is None else self.count, backward=True)
         hooks = _Hooks()
         args, kwargs = tree_unflatten(given, self.tree)
-        with numbers_kept(), _Sketched(self.sketch), looker, hooks:
+        with numbers_kept(), _Sketched(self.sketch, self._without_data), looker, hooks:
             out = in_parts(functional_call(self.module, state, args, kwargs, strict=False))
             self._check_given(given, args, kwargs)
             results = tree_leaves(out)
@@ -111,16 +115,24 @@ class RowLook:
                 self._check_gradients(looker, state, results)
         return looker, [_Shape(x.shape) if isinstance(x, Tensor) else x for x in results]
 
-    def _check_kept(self, looker: Additive) -> None:
-        """Whether a value of the forward lives on, which then is that of one microbatch: a hook has it, an attribute, a list."""
-        rows = lambda: [x for x in looker.known if (kind := looker.of(x)) is not None and kind.how in _OF_ROWS]  # noqa: E731
-        if rows() and gc.collect() is not None and (kept := rows()):
-            named = (f"{name}.{key}".lstrip(".") for name, m in self.module.named_modules() for key, x in vars(m).items()
-                     if any(x is other for other in kept))  # fmt: skip
-            who = next(named, "a hook, or a list outside of it")
-            raise self._refused(
-                f"{who} keeps a value of its forward, {list(kept[0].shape)}, which would be one microbatch's"
-            )
+    def _check_kept(self, looker: Additive, held: HeldValues) -> None:
+        """Whether the forward, or a hook, puts a value aside, which then is that of one microbatch: in an attribute, a list."""
+        for key, (_, now) in held.changes().items():
+            for x in tensors_inside(now, set()):
+                if isinstance(x, Tensor) and _is_of_rows(looker, x):
+                    raise self._refused(
+                        f"{held.path(key)} keeps a value of its forward, {list(x.shape)}, which would be one microbatch's"
+                    )
+
+    def _check_left(self) -> None:
+        """Whether a value lives on where nobody has looked."""
+        for looker in self._looked:
+            rows = lambda known: [x for x in known if _is_of_rows(looker, x)]  # noqa: B023, E731
+            if rows(looker.known) and gc.collect() is not None and (kept := rows(looker.known)):
+                raise self._refused(
+                    f"a hook, or a list outside of it keeps a value of its forward, {list(kept[0].shape)}, which would be one "
+                    "microbatch's"
+                )
 
     def _check_draws(self, part: Sequence[tuple[str, int]], whole: Sequence[tuple[str, int]]) -> None:
         """Whether each row has random numbers of its own."""
@@ -217,6 +229,11 @@ def _line(fault: Exception) -> str:
     return user_line(found)
 
 
+def _is_of_rows(looker: Additive, x: Tensor) -> bool:
+    kind = looker.of(x)
+    return kind is not None and kind.how in _OF_ROWS
+
+
 def in_parts(out: Any) -> Any:
     """What a model gives back, objects taken apart: a dataclass, a cache of keys and values."""
     return taken_apart(out, "a model", lambda x: isinstance(x, nn.Module), lambda _: False)
@@ -255,13 +272,17 @@ def numbers_kept() -> Iterator[None]:
 
 
 class _Sketched(DispatchMode):
-    """Runs operators without data where a tensor has none."""
+    """Runs operators without data where a tensor has none, nor where it is laid out: a table of an earlier forward."""
 
-    def __init__(self, sketch: Sketch) -> None:
+    def __init__(self, sketch: Sketch, stand_in: Callable[[Any], Any]) -> None:
         super().__init__()
-        self._sketch = sketch
+        self._sketch, self._stand_in = sketch, stand_in
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DistTensor) for kind in types):
+            args, kwargs = tree_map(
+                lambda x: self._stand_in(x) if isinstance(x, DistTensor) else x, (args, kwargs or {})
+            )
         if fakes.asks_device(func, args):
             return args[0].fake_device
         return self._sketch.run(func, args, kwargs or {})

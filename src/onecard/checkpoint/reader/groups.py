@@ -75,8 +75,8 @@ def check_kind(target: Any, node: Any, path: str) -> None:
     if known is None or not _torchs(own.__module__) or issubclass(own, known) or issubclass(known, own):
         return
     raise CheckpointError(
-        f"{path}: the checkpoint has {was}, and {type(target).__name__} is to be filled, which has other states or takes them otherwise. "
-        "Make the one that was saved, or load without it: oc.checkpoint.load(path, {'model': model})"
+        f"{path}: the checkpoint has {was}, and {type(target).__name__} is to be filled, which has other states, or takes them "
+        "otherwise. Make the one that was saved, or load without it: oc.checkpoint.load(path, {'model': model})"
     )
 
 

@@ -52,7 +52,7 @@ def taken_apart(
         return isinstance(x, Number) or not had(x)
 
     def part(x: Any) -> Any:
-        if isinstance(x, (Tensor, Number, *STILL)) or not any(map(made, _inside(x, set()))):
+        if isinstance(x, (Tensor, Number, *STILL)) or not any(map(made, tensors_inside(x, set()))):
             return x
         if was_there(x) or not depth:
             raise _kept(name, x)
@@ -105,8 +105,8 @@ def _held(x: Any) -> dict[str, Any]:
     return found
 
 
-def _inside(x: Any, seen: set[int]) -> Iterator[Any]:
-    """The tensors and numbers that an object holds, at any depth."""
+def tensors_inside(x: Any, seen: set[int]) -> Iterator[Any]:
+    """The tensors and numbers that an object holds, at any depth; ``seen``: objects that were looked at."""
     if isinstance(x, Tensor | Number):
         yield x
     elif not isinstance(x, (*STILL, type, types.ModuleType)) and id(x) not in seen:
@@ -121,7 +121,7 @@ def _inside(x: Any, seen: set[int]) -> Iterator[Any]:
         else:
             parts += _held(x).values()
         for p in parts:
-            yield from _inside(p, seen)
+            yield from tensors_inside(p, seen)
 
 
 def _is_filled(cell: Any) -> bool:
