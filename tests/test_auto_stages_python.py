@@ -202,6 +202,31 @@ def test_a_list_that_blocks_of_all_stages_fill_is_the_programs_own(recompute):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+def _normed(plan: dict[str, Any] | None) -> list[float]:
+    torch.manual_seed(0)
+    with warnings.catch_warnings(action="ignore"):
+        model = nn.ModuleDict({"blocks": nn.Sequential(*(nn.utils.weight_norm(nn.Linear(6, 6)) for _ in range(4)))})
+    model.forward = lambda x: model["blocks"](x).tanh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if plan:
+        oc.parallelize(model, optimizer, plan=oc.Plan(**plan))
+    losses = []
+    for i in range(3):
+        loss = model(torch.randn(8, 6, generator=torch.Generator().manual_seed(i))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_weights_that_hooks_make_run_again():
+    """The graph of a weight that a hook puts into an attribute keeps what a checkpoint keeps: no value that is put aside."""
+    expected = _normed(None)
+    for found in run_ranks(_normed, 2, FIRST | {"recompute": "full"}):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_block_that_runs_again_writes_to_nothing_of_another_stage():
     for said in run_ranks(_filled, 2, {"pp": 2, "recompute": "full"}, True):
         assert "Adding writes to a tensor that it is given, [8, 6], which comes from another stage" in said

@@ -46,6 +46,24 @@ def _gradients(kind: str, laid_out: bool) -> list[Any]:
     return [own, *(oc.unshard(g).tolist() for g in (x.grad, asked, second))]
 
 
+def _batched() -> list[str]:
+    x = oc.shard_tensor(torch.randn(4, 3), _mesh(0, 1), [Shard(0)]).requires_grad_()
+    said = []
+    for call in (
+        lambda: torch.autograd.grad(x.sin(), x, torch.eye(12).view(12, 4, 3), is_grads_batched=True),
+        lambda: torch.autograd.functional.jacobian(torch.sin, x, vectorize=True),
+    ):
+        with pytest.raises(oc.errors.DispatchError) as fault:
+            call()
+        said.append(str(fault.value))
+    return said
+
+
+def test_rows_at_once_are_refused():
+    for said in run_ranks(_batched, 2):
+        assert all("Take a row at a time" in words for words in said)
+
+
 @pytest.mark.parametrize("kind", MADE)
 def test_it_lies_as_the_value_does(kind):
     expected = _gradients(kind, False)

@@ -21,6 +21,11 @@ def is_transformed(x: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(x) or has_tangent(x)
 
 
+def is_batched(x: Tensor) -> bool:
+    """Whether a tensor stands for several at once, by ``vmap`` or by ``is_grads_batched``."""
+    return is_transformed(x) or "Batched" in str(torch._C._dispatch_keys(x))
+
+
 def forward_mode() -> bool:
     """Whether forward-mode differentiation may be under way."""
     return forward_ad._current_level >= 0

@@ -62,11 +62,8 @@ class RowLook:
             with torch.random.fork_rng(devices=[]), without_cached_weights(), _held(self.module) as held:
                 state = {name: self._without_data(x, len(x) if x.ndim else None) for name, x in _state(self.module)}
                 found = self._pair(state, held)
-                if held.changes():  # another call may go another way than the first one
-                    now = HeldValues([self.module])
-                    if self._pair(state, now) != found:
-                        raise self._refused("its second call gives other results than the first one")
-                    self._check_changed(now)
+                if held.changes():
+                    self._again(state, found)
             self._check_left()
         except PlanError:
             raise
@@ -79,6 +76,13 @@ class RowLook:
                 what = "parameter" if isinstance(x, nn.Parameter) else "buffer"
                 raise self._refused(f"it writes to its {what} {name!r}, once for each microbatch")
         return found
+
+    def _again(self, state: Any, found: list[bool]) -> None:
+        """Another call may go another way than the first one."""
+        now = HeldValues([self.module])
+        if self._pair(state, now) != found:
+            raise self._refused("its second call gives other results than the first one")
+        self._check_changed(now)
 
     def _pair(self, state: Any, held: HeldValues) -> list[bool]:
         """What a look at a microbatch and one at the batch tell, both of a model as it is before them."""
