@@ -532,3 +532,34 @@ def test_arrays_of_no_dims_and_sizes_stay_what_they_are(tmp_path: Path) -> None:
     found = oc.checkpoint.load(tmp_path)
     assert found["a"].shape == () and found["a"] == 3.0
     assert type(found["s"]) is torch.Size and found["s"] == (2, 3) and found["$of"] == 1
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Its state dict is its own, with that of another optimizer in it."""
+
+    def __init__(self, base: Any) -> None:
+        self.base, self.count = base, 0
+        super().__init__(base.param_groups, base.defaults)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        self.count += 1
+
+    def state_dict(self) -> Any:
+        return {"base": self.base.state_dict(), "count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.base.load_state_dict(state["base"])
+        self.count = state["count"]
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own(tmp_path: Path) -> None:
+    """KeyError: 'param_groups'."""
+    saved, again = (Lookahead(torch.optim.Adam(torch.nn.Linear(2, 2).parameters())) for _ in range(2))
+    for p in saved.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    saved.step()
+    oc.checkpoint.save({"optimizer": saved}, tmp_path)
+    oc.checkpoint.load(tmp_path, {"optimizer": again})
+    assert again.count == 1
+    assert all(equal(a, b) for a, b in zip(again.base.state.values(), saved.base.state.values(), strict=True))

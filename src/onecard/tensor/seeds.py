@@ -22,8 +22,8 @@ def _as(value: Any, seed: Any) -> Any:
         return seed
     if is_batched(seed):
         raise DispatchError(
-            "gradients of several rows at once (is_grads_batched=True, vectorize=True) of a distributed tensor: vmap has no rules for "
-            "it. Take a row at a time: [torch.autograd.grad(y, x, row, retain_graph=True) for row in rows]"
+            "gradients of several rows at once (is_grads_batched=True, vectorize=True) of a distributed tensor: vmap has no "
+            "rules for it. Take a row at a time: [torch.autograd.grad(y, x, row, retain_graph=True) for row in rows]"
         )
     if seed.shape != value.shape:  # torch's words
         return seed

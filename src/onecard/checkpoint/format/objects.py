@@ -178,6 +178,14 @@ def _modules(state: Any, place: str) -> Iterator[tuple[str, list[StateValue]]]:
             yield from _modules(value, join(place, i))
 
 
+def is_optimizer(value: Any) -> bool:
+    """Whether a value is an optimizer whose ``state_dict`` is that of torch's; others are objects that have a state."""
+    if not isinstance(value, Optimizer):
+        return False
+    own = type(value).state_dict
+    return own.__module__.startswith(("torch.", "onecard.")) or is_optimizer_state(value.state_dict())
+
+
 def is_optimizer_state(value: Any) -> bool:
     """Whether a dict is what an optimizer's ``state_dict`` returns."""
     return (
@@ -198,7 +206,7 @@ def unfold(value: Any, names: Names) -> Any:
     """A state with its objects as plain dicts, lists, tensors and numbers."""
     if isinstance(value, nn.Module):
         return unfolded(entries(value))
-    if isinstance(value, Optimizer):
+    if is_optimizer(value):
         params = [names.entry(p) for group in value.param_groups for p in group["params"]]
         return StateOf(value, _with_parts(by_name(value.state_dict(), names.of_optimizer(value)), params))
     if isinstance(value, torch.Generator):

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecard.checkpoint.format import tree
-from onecard.checkpoint.format.objects import Names, has_state, is_of_each_rank, is_optimizer_state, keys_of
+from onecard.checkpoint.format.objects import (
+    Names,
+    has_state,
+    is_of_each_rank,
+    is_optimizer,
+    is_optimizer_state,
+    keys_of,
+)
 from onecard.checkpoint.format.portions import GRID, StateValue, entries, entries_of, has_stages, mine, own
 from onecard.checkpoint.reader.changes import Change
 from onecard.checkpoint.reader.groups import by_text, check_kind, group_names, members, options_of, taker_of
@@ -74,7 +81,7 @@ class StateWalk:
             return self._tensor(target, node, path)
         if isinstance(target, nn.Module):
             return self._module(target, node, path)
-        if isinstance(target, Optimizer):
+        if is_optimizer(target):
             return self._optimizer(target, node, path)
         if isinstance(target, torch.Generator):
             return self._later(target, lambda made: target.set_state(made["generator"]), node, path)
