@@ -283,3 +283,20 @@ def by_name(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     ]
     states = {name_of.get(number, number): value for number, value in state["state"].items()}
     return {**state, "state": states, "param_groups": groups}
+
+
+def is_filled(value: Any) -> bool:
+    """Whether there is something in a value that is loaded into, instead of being replaced."""
+    if isinstance(value, dict):
+        return any(map(is_filled, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(is_filled, value))
+    return isinstance(value, Tensor | torch.Generator) or has_state(value)
+
+
+def load_extra(module: nn.Module, values: dict[str, Any]) -> None:
+    """Give modules their saved extra states."""
+    for key, value in values.items():
+        place, _, name = key.rpartition(".")
+        if name == "_extra_state":
+            module.get_submodule(place).set_extra_state(value)

@@ -17,13 +17,8 @@ from torch.optim import Optimizer
 
 from onecard.checkpoint.format import tree
 from onecard.checkpoint.format.objects import (
-    Names,
-    has_state,
-    is_of_each_rank,
-    is_optimizer,
-    is_optimizer_state,
-    keys_of,
-)
+    Names, has_state, is_filled, is_of_each_rank, is_optimizer, is_optimizer_state, keys_of, load_extra,
+)  # fmt: skip
 from onecard.checkpoint.format.portions import GRID, StateValue, entries, entries_of, has_stages, mine, own
 from onecard.checkpoint.reader.changes import Change
 from onecard.checkpoint.reader.groups import by_text, check_kind, group_names, members, options_of, taker_of
@@ -93,7 +88,7 @@ class StateWalk:
             return self._later(target, taker_of(target, node, path), node, path)
         if isinstance(target, dict) and target:
             return self._dict(target, node, path)
-        if isinstance(target, list | tuple) and any(map(_is_filled, target)):
+        if isinstance(target, list | tuple) and any(map(is_filled, target)):
             return self._list(target, node, path)
         if node is _NOTHING:
             self._lacks(path)
@@ -149,7 +144,7 @@ class StateWalk:
                 others[entry.key] = self.made(below[entry.name], where)
         self._leave(path, has_stages(found))
         if others:
-            self.last.append(lambda: _load_extra(target, others))
+            self.last.append(lambda: load_extra(target, others))
         return target
 
     def _dict(self, target: dict[Any, Any], node: Any, path: str) -> Any:
@@ -366,22 +361,6 @@ def _of(left: str) -> str:
     """Where it is saved."""
     path, stray, name = left.partition(": parameter ")
     return tree.join(path, f"state.{name}.") if stray else left
-
-
-def _is_filled(value: Any) -> bool:
-    """Whether there is something in a value that is loaded into, instead of being replaced."""
-    if isinstance(value, dict):
-        return any(map(_is_filled, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_is_filled, value))
-    return isinstance(value, Tensor | torch.Generator) or has_state(value)
-
-
-def _load_extra(module: nn.Module, values: dict[str, Any]) -> None:
-    for key, value in values.items():
-        place, _, name = key.rpartition(".")
-        if name == "_extra_state":
-            module.get_submodule(place).set_extra_state(value)
 
 
 NOTHING = _NOTHING
