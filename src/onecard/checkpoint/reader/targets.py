@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 
 from onecard.checkpoint.format import tree
 from onecard.checkpoint.format.objects import (
-    Names, has_state, is_filled, is_of_each_rank, is_optimizer, is_optimizer_state, keys_of, load_extra,
+    Names,
+    has_state,
+    is_filled,
+    is_of_each_rank,
+    is_optimizer,
+    is_optimizer_state,
+    keys_of,
+    load_extra,
 )  # fmt: skip
 from onecard.checkpoint.format.portions import GRID, StateValue, entries, entries_of, has_stages, mine, own
 from onecard.checkpoint.reader.changes import Change
