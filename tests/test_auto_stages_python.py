@@ -227,6 +227,34 @@ def test_weights_that_hooks_make_run_again():
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+def _spectral(plan: dict[str, Any] | None, begun: bool) -> list[float]:
+    torch.manual_seed(0)
+    layers = [nn.utils.spectral_norm(nn.Linear(6, 6)) for _ in range(4)]
+    model = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
+    if begun:
+        model(torch.randn(4, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if plan:
+        oc.parallelize(model, optimizer, plan=oc.Plan(**plan))
+    found = [layers[0].weight.detach().norm().item()]
+    for i in range(3):
+        loss = model(torch.randn(8, 6, generator=torch.Generator().manual_seed(i))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("plan", [{"pp": 2}, {"dp": 2, "zero": 3}])
+def test_spectral_norm_of_old(plan, begun):
+    """Its ``weight`` has the memory of ``weight_orig``, or its graph: a warning said that it would not see what is trained."""
+    expected = _spectral(None, begun)
+    for found in run_ranks(_spectral, 2, plan, begun):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_block_that_runs_again_writes_to_nothing_of_another_stage():
     for said in run_ranks(_filled, 2, {"pp": 2, "recompute": "full"}, True):
         assert "Adding writes to a tensor that it is given, [8, 6], which comes from another stage" in said

@@ -16,6 +16,7 @@ from torch.nn.modules import module as modules
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 
@@ -95,20 +96,24 @@ def without_cached_weights() -> Iterator[None]:
 
 @contextmanager
 def without_products(module: nn.Module) -> Iterator[None]:
-    """Inside, no module has what ``nn.utils.prune`` and ``nn.utils.weight_norm`` make of parameters ahead of each forward: the
-    graph of it holds them.
+    """Inside, no module has what ``nn.utils.prune``, ``nn.utils.weight_norm`` and ``nn.utils.spectral_norm`` make of parameters
+    ahead of each forward: the graph of it holds them, or it has their memory.
     """
     hooks = [
         (m, h, name)
         for m in module.modules()
         for h in m._forward_pre_hooks.values()
-        if isinstance(h, (BasePruningMethod, WeightNorm))
+        if isinstance(h, (BasePruningMethod, WeightNorm, SpectralNorm))
         and isinstance(vars(m).get(name := h._tensor_name if isinstance(h, BasePruningMethod) else h.name), Tensor)
     ]
-    for m, _, name in hooks:
-        vars(m).pop(name)
+    made = [vars(m).pop(name).requires_grad for m, _, name in hooks]
     try:
         yield
     finally:
-        for m, hook, _ in hooks:
-            hook(m, None)
+        for (m, hook, name), graph in zip(hooks, made, strict=True):
+            if not isinstance(hook, SpectralNorm):
+                hook(m, None)
+            elif graph:  # as it was, without a power iteration more
+                setattr(m, name, hook.compute_weight(m, do_power_iteration=False))
+            else:
+                setattr(m, name, getattr(m, f"{name}_orig").detach())

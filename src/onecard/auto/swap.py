@@ -52,8 +52,9 @@ def lay_out(
             a graph that autograd keeps holds a parameter, so that nothing can take its place.
     """
     refuse_lazy(module, "laying a model out", PlanError)
-    first, shared = dict[int, str](), _shared(module)
+    first = dict[int, str]()
     with without_weak_weights(module), without_products(module):
+        shared = _shared(module)
         for name, tensor in _tensors(module):
             if id(tensor) in first or isinstance(tensor, DistTensor):
                 continue
