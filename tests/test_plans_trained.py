@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
+import torch
 from amounts import PROOF, patience
 from fuzz.plans import CLOSE, chosen, compared, drawn, each_under, program_of, trained
 from model_programs import library
 from plan_programs import small
+from torch import nn
 
 import onecard as oc
 from onecard.auto.apply import PLAIN
@@ -97,3 +100,35 @@ def test_layers_that_run_on_parts_of_a_batch():
     assert run_ranks(_told, 2, "gru") == [[], []]
     for said in run_ranks(_told, 2, "resnet"):
         assert said and all("batch norm" in words for words in said)
+
+
+def _under_schedules(plans: list[dict[str, Any]]) -> list[list[float]]:
+    found = []
+    for plan in plans:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Any, model: Any = model, optimizer: Any = optimizer) -> Any:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = oc.to_static(step, plan=oc.Plan(**plan)) if plan else step
+        draw = torch.Generator().manual_seed(1)
+        found.append([run(torch.randn(8, 6, generator=draw)).item() for _ in range(3)])
+    return found
+
+
+def test_every_kind_of_schedule_of_a_plan_trains():
+    """A plan with several stages on each rank was refused in a recorded step, by what a loop of its own cannot have."""
+    both = {"pp": 2, "microbatches": 4}
+    kinds = [("F-then-B", 1), ("1F1B", 1), ("VPP", 2), ("BFS", 2), ("ZBH1", 1), ("ZBV", 2)]
+    expected = _under_schedules([{}])[0]
+    for ranks in run_ranks(
+        _under_schedules, 2, [both | {"schedule": name, "virtual": n} for name, n in kinds], timeout=120.0
+    ):
+        for found in ranks:
+            assert found == pytest.approx(expected, rel=1e-5)

@@ -110,7 +110,7 @@ class PlannedStep:
         gc.collect()  # graphs of what was looked at hold the parameters, in cycles; then they could not be swapped
         plan, at = replace(self.plan, stages=(), recompute_blocks=0, **OWN_DTYPES), starts_of(self.plan, model)
         strategy = Strategy.of_plan(plan)
-        applied = Applied(replace(plan, recompute="none"), beside=("pp", "microbatches"))
+        applied = Applied(replace(plan, recompute="none"), beside=("pp", "virtual", "microbatches"))
         strategy.pipeline.at = tuple(at)
         if strategy.recompute.checkpoints:
             blocks = block_paths(model)
