@@ -13,7 +13,7 @@ from onecard.train.zero import reducer
 
 CELLS = [
     ("auto", PLANS[0], 0), ("auto", PLANS[1], 10), ("auto", PLANS[3], 20), ("auto", PLANS[4], 30),
-    ("auto", PLANS[7], 70), ("in place", PLANS[7], 80), ("in place", PLANS[8], 90), ("in place", PLANS[2], 40),
+    ("auto", PLANS[7], 70), ("in place", PLANS[7], 80), ("in place", PLANS[8], 110), ("in place", PLANS[2], 40),
     ("recorded", {}, 50), ("in place, recorded", PLANS[1], 60),
 ]  # fmt: skip
 

@@ -59,7 +59,7 @@ def _leave(ended: Sequence[int]) -> None:
         os._exit(ended[0])
 
 
-_OF_OTHERS = ("train", "trian", "launch", "torchrun", "start", "exec")
+_OF_OTHERS = ("train", "launch", "torchrun", "start", "exec")
 
 
 def _unknown(word: str) -> str:
@@ -68,7 +68,8 @@ def _unknown(word: str) -> str:
     >>> _unknown("estimat")
     "there is no command 'estimat'; did you mean estimate? All of them: onecard --help"
     """
-    near = ["run"] if word in _OF_OTHERS else difflib.get_close_matches(word, COMMANDS, 1, 0.6)
+    near = difflib.get_close_matches(word, [*COMMANDS, *_OF_OTHERS], 1, 0.6)
+    near = ["run" if name in _OF_OTHERS else name for name in near]
     if word.endswith(".py"):
         return f"there is no command {word!r}; to run a script: onecard run {word}"
     meant = f"; did you mean {near[0]}?" if near else "."
