@@ -261,10 +261,15 @@ def test_a_block_that_runs_again_writes_to_nothing_of_another_stage():
 
 
 def test_changes_of_what_is_held_have_their_place():
-    model, names = Noting("a list"), {"b": 1, "a": [2]}
-    held = HeldValues([model, names])
+    model, names, counted = Noting("a list"), {"b": 1, "a": [2]}, {"calls": 0}
+
+    def hook(*given: Any) -> None:
+        counted["calls"] += 1
+
+    held = HeldValues([model, names, hook])
     assert held.changes() == {}
     model.seen["calls"] = 5
+    hook()
     model.log.append(1)
     model.meter.count = 2
     names["a"].append(3)
@@ -273,6 +278,7 @@ def test_changes_of_what_is_held_have_their_place():
     assert found.pop("Noting.seen['calls']") == (0, 5)
     assert found.pop("Noting.log") == ((), (1,))
     assert found.pop("Meter.count") == (0, 2)
+    assert found.pop("counted['calls']") == (0, 1)
     assert {*found} == {"a dict['a']", "a dict['b']", "a dict['c']"}
     held.all_back()
     assert held.changes() == {}

@@ -127,4 +127,4 @@ def test_what_a_look_leaves_is_taken_out_again() -> None:
     assert kept == {"a": before, "count": 1}
     assert (holder.mean, late, holder.made, [*holder.queue]) == (there, there, [1, there], [there])
     assert "left_by_a_step" not in globals()
-    assert {"a", "b", "mean", "left_by_a_step", "a variable of an enclosing function", 0, 2} == {key for key, _ in lost}
+    assert {"a", "b", "mean", "left_by_a_step", "late", 0, 2} == {key for key, _ in lost}

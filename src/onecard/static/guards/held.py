@@ -126,8 +126,8 @@ class HeldValues:
 
     def _of_function(self, x: types.FunctionType) -> Iterator[Any]:
         yield from (x.__defaults__ or (), x.__kwdefaults__ or {}, x.__dict__)
-        for cell in x.__closure__ or ():
-            yield from self._noted(_Attributes(cell, ("cell_contents",), "a variable of an enclosing function"))
+        for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            yield from self._noted(_Attributes(cell, ("cell_contents",), name))
         if users(str(x.__module__)):
             names = _names(x.__code__)
             self._names |= names
