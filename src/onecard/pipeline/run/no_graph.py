@@ -1,5 +1,6 @@
-"""Who asks for gradients of a loss that a pipeline has trained already is told so: it has no graph any more.
+"""What goes around torch's engine: plain gradients are laid out, and a loss without a graph says why it has none.
 
+Who asks for gradients of a loss that a pipeline has trained already is told so.
 Each microbatch's graph is given back as soon as its backward has run, on another rank for each stage. What ``backward()`` and
 ``torch.autograd.grad`` say of the number that is left is torch's "does not require grad", which names no cure.
 """

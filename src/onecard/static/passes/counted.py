@@ -64,10 +64,7 @@ class Count:
                     function, args, kwargs = step
                     try:
                         values.append(function(*_filled(args, values), **_filled(kwargs, values)))
-                    except (
-                        IndexError,
-                        RuntimeError,
-                    ) as fault:  # of a microbatch's rows, by numbers of rows of the batch
+                    except (IndexError, RuntimeError) as fault:  # numbers of rows that no microbatch has
                         raise UnknownCount from fault
         found: Tensor = values[-1]
         return found
