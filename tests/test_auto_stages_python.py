@@ -115,12 +115,29 @@ def _of(out: Any) -> Any:
     return out.value + out.skip.sin() if isinstance(out, Output) else out
 
 
-def _trained(kind: str, plan: dict[str, Any] | None) -> list[float]:
-    torch.manual_seed(0)
-    model = Noting(kind)
+def _laid_out(model: nn.Module, plan: dict[str, Any] | None) -> torch.optim.Optimizer:
+    """A model by a plan, if there is one; its optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if plan:
         oc.parallelize(model, optimizer, plan=oc.Plan(**plan))
+    return optimizer
+
+
+def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for i in range(3):
+        loss = model(torch.randn(8, 6, generator=torch.Generator().manual_seed(i))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _trained(kind: str, plan: dict[str, Any] | None) -> list[float]:
+    torch.manual_seed(0)
+    model = Noting(kind)
+    optimizer = _laid_out(model, plan)
     losses = []
     for i in range(3):
         draw = torch.Generator().manual_seed(i)
@@ -177,9 +194,7 @@ class Whole(nn.Module):
 def _filled(plan: dict[str, Any] | None, writes: bool = False) -> Any:
     torch.manual_seed(0)
     model = Whole(writes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if plan:
-        oc.parallelize(model, optimizer, plan=oc.Plan(**plan))
+    optimizer = _laid_out(model, plan)
     found = []
     for i in range(3):
         losses: list[Any] = []
@@ -207,17 +222,7 @@ def _normed(plan: dict[str, Any] | None) -> list[float]:
     with warnings.catch_warnings(action="ignore"):
         model = nn.ModuleDict({"blocks": nn.Sequential(*(nn.utils.weight_norm(nn.Linear(6, 6)) for _ in range(4)))})
     model.forward = lambda x: model["blocks"](x).tanh()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if plan:
-        oc.parallelize(model, optimizer, plan=oc.Plan(**plan))
-    losses = []
-    for i in range(3):
-        loss = model(torch.randn(8, 6, generator=torch.Generator().manual_seed(i))).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return _losses(model, _laid_out(model, plan))
 
 
 def test_weights_that_hooks_make_run_again():
@@ -233,17 +238,8 @@ def _spectral(plan: dict[str, Any] | None, begun: bool) -> list[float]:
     model = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
     if begun:
         model(torch.randn(4, 6))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if plan:
-        oc.parallelize(model, optimizer, plan=oc.Plan(**plan))
-    found = [layers[0].weight.detach().norm().item()]
-    for i in range(3):
-        loss = model(torch.randn(8, 6, generator=torch.Generator().manual_seed(i))).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    optimizer = _laid_out(model, plan)
+    return [layers[0].weight.detach().norm().item(), *_losses(model, optimizer)]
 
 
 @pytest.mark.parametrize("begun", [False, True])
