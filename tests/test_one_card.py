@@ -81,3 +81,21 @@ def test_a_library_that_has_counted_ranks(monkeypatch):
 def test_an_axis_that_is_not_there():
     with pytest.raises(MeshError, match="no axis 'tp': one of dp"):
         shard_inputs(nn.Linear(2, 2), oc.ProcessMesh([0], ["dp"]), "tp")
+
+
+def _folders(leave: bool) -> str:
+    within = one_card()
+    with open("of_mine.txt", "w") as file:
+        file.write("rank's own" if oc.get_rank() else "the program's")
+    if leave:
+        within.__exit__(None, None, None)
+    return within._files.folder if oc.get_rank() else ""
+
+
+@pytest.mark.parametrize("leave", [True, False], ids=["left", "open at the end"])
+def test_folders_of_ranks_go(tmp_path, monkeypatch, leave):
+    """Where a rank other than 0 writes goes with the context, at the latest with its process."""
+    monkeypatch.chdir(tmp_path)
+    folder = run_ranks(_folders, 2, leave, timeout=60.0)[1]
+    assert folder and not os.path.exists(folder)
+    assert (tmp_path / "of_mine.txt").read_text() == "the program's"

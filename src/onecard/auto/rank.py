@@ -10,6 +10,7 @@ import sys
 import tempfile
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -100,7 +101,8 @@ def files(since: float, stack: ExitStack) -> Overlay:
     else:
         folder = tempfile.mkdtemp(prefix="onecard-files-")
         overlay = Overlay(folder, since or None)
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        # A Finalize: processes that multiprocessing starts end without atexit.
+        stack.callback(Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0))
     calls.over(overlay, stack)
     return overlay
 
