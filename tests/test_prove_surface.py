@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -98,13 +97,8 @@ def dropped(p: float) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("p", "equal"), [(0.0, True), (0.2, False)])
-def test_dropout_in_microbatches_is_no_fault(p, equal):
-    plan = oc.Plan(pp=2, microbatches=2, schedule="F-then-B")
-    proof = oc.prove(dropped, p, world=2, plan=plan, rounding=False)
-    assert proof.equal is equal
-    assert ("draws for one of the plan's 2 microbatches after the other" in str(proof)) is not equal
-    assert oc.prove(dropped, p, world=2, plan=replace(plan, microbatches=1), rounding=False)
+def test_dropout_in_microbatches_is_one_cards():
+    assert oc.prove(dropped, 0.2, world=2, plan=oc.Plan(pp=2, microbatches=2, schedule="F-then-B"), rounding=False)
 
 
 # -- others' layers ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,11 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
+def is_within(kind: type[TorchFunctionMode]) -> bool:
+    """Whether a mode of a kind sees this thread's calls of functions."""
+    return any(isinstance(mode, kind) for mode in overrides._get_current_function_mode_stack())
+
+
 def put_below(mode: TorchFunctionMode) -> None:
     """Have a mode see this thread's calls from now on, unless it does, also where it is put within somebody's ``with``.
 

@@ -15,7 +15,7 @@ from onecard.proof.report import Result
 from onecard.proof.results import BEGIN, compare
 from onecard.proof.running import Case
 from onecard.proof.seen import Watched
-from onecard.proof.words import ranks_of, with_code
+from onecard.proof.words import ranks_of
 
 ULP = torch.finfo(torch.float64).eps
 TIMES = 10.0  # that the ranks may be off, of what an ulp moves: they round in more places
@@ -63,7 +63,7 @@ def told_apart(case: Case, one: Watched, ranks: Sequence[Watched], wrong: Sequen
     other ranks. So no bound on results tells it from a fault; what one card's program does to an ulp tells it, if it does the
     same each time: one that draws what nobody seeds is moved by that.
     """
-    begun = _begun(one, ranks, wrong) or _in_microbatches(case, one)
+    begun = _begun(one, ranks, wrong)
     try:
         again = replace(case, nudged=Nudged).one(in_float64=True, keep=False)
     except ProofError:
@@ -97,18 +97,6 @@ def _begun(one: Watched, ranks: Sequence[Watched], wrong: Sequence[Result]) -> s
     return (
         f"{', '.join(names[:SHOWN])}{more} {begin} on {where}: seed every rank alike (torch, numpy, random) before the model is "
         "made, draw what is cut as a whole, or broadcast it"
-    )
-
-
-def _in_microbatches(case: Case, one: Watched) -> str:
-    """Random numbers of a plan's microbatches, in words: each draws its own, one card for the whole batch."""
-    count = 1 if case.plan is None else case.plan.microbatches
-    drawn = next((entry for entry in one.entries if entry.draws and entry.module), None)
-    if count == 1 or drawn is None:
-        return ""
-    return (
-        f"{drawn.name} at {with_code(drawn.line)} draws for one of the plan's {count} microbatches after the other, and on one "
-        "card for the whole batch: other numbers, which are no fault. Prove it with p=0, or with microbatches=1"
     )
 
 

@@ -6,8 +6,7 @@ So all that torch has for random state works: ``torch.manual_seed``, ``get_rng_s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +18,29 @@ from onecard.random.philox import MASK, Word
 from onecard.recorded import one_node
 
 
+class RowShare(NamedTuple):
+    """Which rows of a batch a microbatch has: of the rows that each of ``ranks`` has, the part ``number`` ``of`` so many.
+
+    ``dim`` of what is drawn has ``rows`` rows of the microbatch, with ``before`` combinations of others ahead of each.
+    """
+
+    dim: int
+    before: int
+    ranks: int
+    rows: int
+    number: int
+    of: int
+
+
 class Key(NamedTuple):
-    """The two key words of Philox: ints, or while a graph is traced 0-dim int64 tensors, so that it draws anew."""
+    """The two key words of Philox: ints, or while a graph is traced 0-dim int64 tensors, so that it draws anew.
+
+    ``share``: what is drawn is a microbatch's part of what the key gives for its batch.
+    """
 
     low: Word
     high: Word
+    share: RowShare | None = None
 
     def pack(self) -> Tensor:
         """As a tensor on the CPU, in the place of a kernel's own seed."""
@@ -37,12 +54,25 @@ class Key(NamedTuple):
 
 @one_node(is_pure=True)
 def _packed(key: Key) -> Tensor:
-    return torch.stack(list(key)) if isinstance(key.low, Tensor) else torch.tensor(key, device="cpu")
+    words = key.low, key.high
+    if isinstance(key.low, Tensor):
+        return torch.stack(list(words))
+    return torch.tensor((*words, *(key.share or ())), device="cpu")
 
 
 @one_node(is_pure=True)
 def _unpacked(packed: Tensor) -> Key:
-    return Key(*packed.unbind()) if tracing() else Key(*packed.tolist())
+    if tracing():
+        low, high = packed.unbind()
+        return Key(low, high)
+    words: list[int] = packed.tolist()
+    return Key(words[0], words[1], RowShare(*words[2:]) if words[2:] else None)
+
+
+@one_node(is_pure=True)
+def shared(key: Key, *share: int) -> Key:
+    """The key of a microbatch's part of a draw, from the batch's; the numbers are those of ``RowShare``."""
+    return Key(key.low, key.high, RowShare(*share))
 
 
 def new_key(generator: Any = None) -> Key:
@@ -63,14 +93,11 @@ def new_key(generator: Any = None) -> Key:
     return generator if isinstance(generator, Key) else _drawn(generator)
 
 
-aside: Callable[[], AbstractContextManager[None]] = nullcontext
-"""Inside, keys are drawn by torch's generator itself: what draws by keys would draw one for a key."""
-
-
 @one_node()
 def _drawn(generator: Any) -> Key:
     device = generator.device if generator is not None else "cpu"
-    with nullcontext() if tracing() or not _torch.modes_on() else aside():
+    # By torch's generator itself: what draws by keys would draw one for a key.
+    with nullcontext() if tracing() or not _torch.modes_on() else _torch.no_dispatch():
         bits = torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device=device)
     if not tracing():
         value = int(bits)

@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from onecard.random.key import Key, tracing
+from onecard.random.key import Key, RowShare, tracing
 from onecard.random.laws import Law
 from onecard.random.philox import MASK, Word, philox
 from onecard.recorded import one_node
@@ -29,7 +29,7 @@ def fill(out: Tensor, law: Law, key: Key, shape: Sequence[int] | None = None, of
     Args:
         out: the part; a plain tensor of any strides and device.
         law: what is drawn, for the dtype of ``out``.
-        key: of this draw.
+        key: of this draw. With a ``share`` the whole is the batch's, and ``shape`` that of its microbatch.
         shape: of the whole tensor; that of ``out`` if left out.
         offset: where ``out`` begins in the whole, for each dim.
 
@@ -45,6 +45,11 @@ def fill(out: Tensor, law: Law, key: Key, shape: Sequence[int] | None = None, of
     """
     whole = tuple(out.shape if shape is None else shape)
     start = tuple(offset) or (0,) * len(whole)
+    if key.share is not None:
+        of_batch = Key(key.low, key.high)
+        for part, at, begin in in_batch(out, whole, start, key.share):
+            fill(part, law, of_batch, at, begin)
+        return out
     if out.is_complex():
         fill(torch.view_as_real(out), law, key, (*whole, 2), (*start, 0))
         return out
@@ -54,6 +59,37 @@ def fill(out: Tensor, law: Law, key: Key, shape: Sequence[int] | None = None, of
         if target is not out:
             out.copy_(target)
     return out
+
+
+def in_batch(
+    out: Tensor, shape: Sequence[int], start: Sequence[int], share: RowShare
+) -> Iterator[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]:
+    """The pieces of a microbatch's part, each with the batch's shape and where it begins in it: with its rows taken apart."""
+    dim, before, ranks, rows, number, of = share
+    sizes = before, ranks, 1, rows // ranks, shape[dim] // (before * rows)
+    batch = (*shape[:dim], before, ranks, of, *sizes[3:], *shape[dim + 1 :])
+    done = 0
+    for box in _boxes(start[dim], start[dim] + out.shape[dim], sizes):
+        lengths = [length for _, length in box]
+        part = out.narrow(dim, done, prod(lengths)).unflatten(dim, lengths)
+        first, rank, _, *inner = [begin for begin, _ in box]
+        yield part, batch, (*start[:dim], first, rank, number, *inner, *start[dim + 1 :])
+        done += prod(lengths)
+
+
+def _boxes(begin: int, end: int, sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Neighbours in a dim as boxes of the dims in which it is taken apart: for each, where it begins and how long it is."""
+    rest = sizes[1:]
+    inner = prod(rest)
+    while begin < end:
+        at, within = divmod(begin, inner)
+        if not within and end - begin >= inner:
+            yield [(at, (end - begin) // inner), *((0, n) for n in rest)]
+            begin += (end - begin) // inner * inner
+        else:
+            stop = min(end, (at + 1) * inner)
+            yield from ([(at, 1), *box] for box in _boxes(within, within + stop - begin, rest))
+            begin = stop
 
 
 class _Part:
@@ -126,11 +162,12 @@ class _Part:
 
 def words_at(counter: tuple[Word, Word, Word, Word], key: Key) -> Sequence[Tensor]:
     """Four words for each counter, of which the first at least is an int64 tensor."""
+    words = key.low, key.high
     if counter[0].device.type != "cpu" or tracing():
-        return philox(counter, key)
+        return philox(counter, words)
     # The same operations by NumPy, on the same memory: half the time of torch's, a third for few elements.
     arrays = [word.numpy() if isinstance(word, Tensor) else word for word in counter]
-    return [torch.from_numpy(word) for word in philox((arrays[0], arrays[1], arrays[2], arrays[3]), key)]
+    return [torch.from_numpy(word) for word in philox((arrays[0], arrays[1], arrays[2], arrays[3]), words)]
 
 
 def _cuts(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:

@@ -65,7 +65,7 @@ class _Bijection:
         bits = (n - 1).bit_length()
         self.n, self.left, self.right = n, bits // 2, bits - bits // 2
         # The last counter word keeps these apart from what ``fill`` draws.
-        self.keys = [int(word) for i in range(ROUNDS // 4) for word in philox((i, 0, 0, 1), key)]
+        self.keys = [int(word) for i in range(ROUNDS // 4) for word in philox((i, 0, 0, 1), (key.low, key.high))]
 
     def walk(self, x: Tensor) -> None:
         """Encipher in place, again and again until a number below n comes out (less than twice on average)."""

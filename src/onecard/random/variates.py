@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from onecard.errors import DispatchError
-from onecard.random.key import Key, tracing
+from onecard.random.key import Key, RowShare, tracing
 from onecard.random.laws import bits53
-from onecard.random.parts import CHUNK, CHUNK_ELSEWHERE, words_at
+from onecard.random.parts import CHUNK, CHUNK_ELSEWHERE, in_batch, words_at
 from onecard.random.philox import MASK
 from onecard.recorded import one_node
 
@@ -31,7 +31,7 @@ def variates(name: str, params: Sequence[Tensor], key: Key, shape: Sequence[int]
     Args:
         name: "gamma" (parameter: shape; scale 1), "poisson" (mean) or "binomial" (count, probability).
         params: the parts of the parameters; all of one shape, that of the result.
-        key: of this draw.
+        key: of this draw; its ``share`` as in ``fill``.
         shape: of the whole tensor.
         offset: where the part begins in the whole.
 
@@ -54,7 +54,7 @@ def variates(name: str, params: Sequence[Tensor], key: Key, shape: Sequence[int]
             "outside the graph"
         )
     part = params[0].shape
-    index = _positions(part, shape, offset, params[0].device)
+    index = _positions(part, shape, offset, params[0].device, key.share)
     flat = [p.reshape(-1).to(torch.float64) for p in params]
     out = torch.empty(index.shape, dtype=torch.float64, device=index.device)
     size = CHUNK.get(index.device.type, CHUNK_ELSEWHERE)
@@ -64,8 +64,19 @@ def variates(name: str, params: Sequence[Tensor], key: Key, shape: Sequence[int]
     return out.view(part)
 
 
-def _positions(part: Sequence[int], shape: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
+def _positions(
+    part: Sequence[int],
+    shape: Sequence[int],
+    offset: Sequence[int],
+    device: torch.device,
+    share: RowShare | None = None,
+) -> Tensor:
     """Row-major indices in the whole of all elements of a part."""
+    if share is not None:
+        found = torch.empty(part, dtype=torch.int64, device=device)
+        for piece, batch, begin in in_batch(found, shape, offset, share):
+            piece.copy_(_positions(piece.shape, batch, begin, device).view(piece.shape))
+        return found.view(-1)
     index = torch.zeros((), dtype=torch.int64, device=device)
     for count, size, start in zip(part, shape, offset, strict=True):
         index = index.unsqueeze(-1) * size + torch.arange(start, start + count, device=device)

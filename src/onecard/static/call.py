@@ -25,7 +25,7 @@ from onecard.static.capture.script import StepScript
 from onecard.static.capture.unmade import left_unmade, make_all
 from onecard.static.guards.before import changed_itself, still_before
 from onecard.static.guards.numbers import plain
-from onecard.static.passes import RewrittenGraph, StaticOptions, fitting, rewritten, withheld
+from onecard.static.passes import RewrittenGraph, StaticOptions, fitting, rewritten, row_draws, withheld
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import Doubt, Verdict
 from onecard.static.passes.microbatches import BatchRows, Microbatches, asks_of_batch
@@ -233,6 +233,9 @@ def _run(
             looker.returned(result)
         seen, whole = batch.compared(looker, first)
         late = batch.late(recording, calls, whole, first)
+        if looker is not None and parts is not None and parts.avg is None:
+            mine, whole_nodes = ([entry.node for entry in each] for each in (calls, whole))
+            late += row_draws.note(mine, whole_nodes, looker.rows, parts.k_steps, looker.drawn)
         if looker is not None:
             looker.verdict.noted.clear()  # values, which Python's collector would be waited for
         if parts is not None and parts.avg is False:

@@ -29,7 +29,9 @@ from onecard.static.guards.results import taken_apart, tensors_inside
 from onecard.static.guards.unchanged import is_plain
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import ADDS, ALIKE, MIXED, ROWS, UNKNOWN, Kind, Verdict
+from onecard.static.passes.row_draws import placed
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.random_operators.one_card import draws_as_one_card
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_ROWS = (ROWS, ADDS, MIXED, UNKNOWN)
@@ -45,11 +47,15 @@ class RowLook:
     Args:
         module: is called with fake tensors in place of its own.
         leaves: of what it is called with, ``tree`` its structure; ``cut``: which of them are the batch.
+
+    Attributes:
+        lies: where the batch's rows lie in what is drawn, by its shape (``OfBatch``).
     """
 
     def __init__(self, module: nn.Module, count: int, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> None:
         self.module, self.count, self.leaves, self.cut, self.tree = module, count, leaves, cut, tree
         self.sketch = Sketch(lambda _: False, lambda _: None)
+        self.lies: dict[tuple[int, ...], tuple[int, int] | None] = {}
         self._looked: list[Additive] = []
 
     def joins(self) -> list[bool]:
@@ -59,7 +65,7 @@ class RowLook:
             PlanError: rows do not stand for themselves.
         """
         try:
-            with torch.random.fork_rng(devices=[]), without_cached_weights(), _held(self.module) as held:
+            with without_cached_weights(), _held(self.module) as held:
                 state = {name: self._without_data(x, len(x) if x.ndim else None) for name, x in _state(self.module)}
                 found = self._pair(state, held)
                 if held.changes():
@@ -95,7 +101,7 @@ class RowLook:
         self._check_kept(whole, held)
         self._check_objects(first, results)
         self._check_noted(held, noted)
-        self._check_draws(part.draws, whole.draws)
+        self._look_at_draws(part, whole)
         seen = whole.verdict
         if seen.normalized:
             raise self._refused(f"batch norm at {seen.normalized[0]} takes the mean and variance of the batch")
@@ -110,7 +116,13 @@ class RowLook:
         looker = Additive([given[i] for i in self.cut], before, 1 if before is None else self.count, backward=True)
         hooks = _Hooks()
         args, kwargs = tree_unflatten(given, self.tree)
-        with numbers_kept(), _Sketched(self.sketch, self._without_data), looker, hooks:
+        with (
+            numbers_kept(),
+            _generators_kept() as kept,
+            _Sketched(self.sketch, self._without_data, kept),
+            looker,
+            hooks,
+        ):
             out = in_parts(functional_call(self.module, state, args, kwargs, strict=False))
             self._check_given(given, args, kwargs)
             results = tree_leaves(out)
@@ -138,11 +150,21 @@ class RowLook:
                     "microbatch's"
                 )
 
-    def _check_draws(self, part: Sequence[tuple[str, int]], whole: Sequence[tuple[str, int]]) -> None:
-        """Whether each row has random numbers of its own."""
-        for (words, many), (_, all_rows) in zip(part, whole, strict=False):
-            if many * self.count != all_rows:
-                raise self._refused(f"{words} draws for the batch, not for each of its rows")
+    def _look_at_draws(self, part: Additive, whole: Additive) -> None:
+        """Where rows have random numbers of their own."""
+        for (words, now), (_, then), known in zip(part.draws, whole.draws, part.drawn, strict=False):
+            found = placed(now, then, part.rows, self.count, known)
+            if found is None or (words.startswith("randperm") and found.dim >= 0):
+                raise self._refused(f"in what {words} draws, {list(now)}, nobody can tell where the batch's rows are")
+            if found.dim < 0 and not draws_as_one_card():
+                raise self._refused(
+                    f"{words} draws for the batch, not for each of its rows, which is one card's under oc.one_card_random() alone"
+                )
+            place = (found.dim, found.before) if found.dim >= 0 else None
+            if self.lies.setdefault(now, place) != place:
+                raise self._refused(
+                    f"{words} draws {list(now)}, where the batch's rows lie otherwise than in another draw"
+                )
 
     def _check_gradients(self, looker: Additive, state: dict[str, Tensor], results: list[Any]) -> None:
         """Whether what rows send back adds up, where hooks of activations, or a program's own functions, have a part in it."""
@@ -275,12 +297,29 @@ def numbers_kept() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
+@contextmanager
+def _generators_kept() -> Iterator[Callable[[Any], None]]:
+    """torch's random numbers likewise, of each generator that is said, also those of the program's own."""
+    states: dict[torch.Generator, Tensor] = {}
+
+    def keep(found: Any) -> None:
+        if isinstance(found, torch.Generator) and found not in states:
+            states[found] = found.get_state()
+
+    keep(torch.default_generator)
+    try:
+        yield keep
+    finally:
+        for generator, state in states.items():
+            generator.set_state(state)
+
+
 class _Sketched(DispatchMode):
     """Runs operators without data where a tensor has none, nor where it is laid out: a table of an earlier forward."""
 
-    def __init__(self, sketch: Sketch, stand_in: Callable[[Any], Any]) -> None:
+    def __init__(self, sketch: Sketch, stand_in: Callable[[Any], Any], draws_from: Callable[[Any], None]) -> None:
         super().__init__()
-        self._sketch, self._stand_in = sketch, stand_in
+        self._sketch, self._stand_in, self._draws_from = sketch, stand_in, draws_from
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DistTensor) for kind in types):
@@ -289,6 +328,8 @@ class _Sketched(DispatchMode):
             )
         if fakes.asks_device(func, args):
             return args[0].fake_device
+        if kwargs and "generator" in kwargs:
+            self._draws_from(kwargs["generator"])
         return self._sketch.run(func, args, kwargs or {})
 
 

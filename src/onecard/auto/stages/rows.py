@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
+from math import prod
 from typing import Any
 
 import torch
@@ -19,13 +20,18 @@ from onecard.auto.stages.between import BetweenStages
 from onecard.auto.stages.look import RowLook, in_parts, numbers_kept
 from onecard.errors import PlanError
 from onecard.place.layout import Layout
+from onecard.place.parts import axes_of
 from onecard.tensor import DistTensor, reshard
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.moves import FromLocal, ToLocal
+from onecard.tensor.random_operators.of_batch import OfBatch
 from onecard.tensor.spec import Spec, contiguous_stride
 
 WAYS = 8
 """Of a model that calls other functions from step to step: so many are looked at, then the 16th, 32nd, ..."""
+
+
+_Lies = dict[tuple[int, ...], tuple[int, int] | None]
 
 
 @dataclass
@@ -48,6 +54,7 @@ class InMicrobatches(LeftBehind):
     between: BetweenStages
     looking: bool = False
     _joins: dict[Any, list[bool]] = field(default_factory=dict)
+    _lies: dict[Any, dict[Any, _Lies]] = field(default_factory=dict)
     _ways: dict[Any, set[int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InMicrobatches:
@@ -59,12 +66,12 @@ class InMicrobatches(LeftBehind):
         cut = [] if self.looking or not torch.is_grad_enabled() else self._cut(leaves)
         if not cut:
             return self.forward(*args, **kwargs)
-        joins = self._looked_at(leaves, cut, tree)
-        found = []
+        joins, lies = self._looked_at(leaves, cut, tree)
+        draws, found = OfBatch(self.count, *_divided(leaves[cut[0]], self.count), lies), []
         for k in range(self.count):
             part = [_part(x, k, self.count) if i in cut else x for i, x in enumerate(leaves)]
             # What Python draws, it draws for the whole batch: the same for each microbatch, and once.
-            with self.between.within(k), nullcontext() if k == self.count - 1 else numbers_kept():
+            with self.between.within(k), draws.microbatch(k), nullcontext() if k == self.count - 1 else numbers_kept():
                 given, named = tree_unflatten(part, tree)
                 self.between.way = 0
                 found.append(in_parts(self.forward(*given, **named)))
@@ -103,25 +110,27 @@ class InMicrobatches(LeftBehind):
         # Of a stage elsewhere there is nothing to put together; torch's cat would leave empty parts out of second derivatives.
         return FromLocal.apply(torch.cat(local) if spec.here else reduce(torch.add, local), spec)
 
-    def _looked_at(self, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> list[bool]:
-        """Which results have rows: from a look at the first call of each kind.
+    def _looked_at(self, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> tuple[list[bool], _Lies]:
+        """Which results have rows, and where random numbers have them: from a look at the first call of each kind.
 
         Raises:
             PlanError: rows do not stand for themselves.
         """
-        key = self._kind(leaves, cut)
-        if key not in self._joins:
-            self._joins[key] = self._look(leaves, cut, tree)
-        return self._joins[key]
+        key, sizes = self._kind(leaves, cut), tuple(x.shape for x in leaves if isinstance(x, Tensor))
+        lies = self._lies.setdefault(key, {})
+        if key not in self._joins or (any(lies.values()) and sizes not in lies):
+            self._joins[key], lies[sizes] = self._look(leaves, cut, tree)
+        return self._joins[key], lies.get(sizes, {})
 
     def _kind(self, leaves: Sequence[Any], cut: Sequence[int]) -> Any:
         kinds = (((x.ndim, x.dtype) if isinstance(x, Tensor) else type(x)) for x in leaves)
         return tuple(kinds), tuple(cut), tuple(module.training for module in self.module.modules())
 
-    def _look(self, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> list[bool]:
+    def _look(self, leaves: Sequence[Any], cut: Sequence[int], tree: Any) -> tuple[list[bool], _Lies]:
         self.looking, way = True, self.between.way
         try:
-            return RowLook(self.module, self.count, leaves, cut, tree).joins()
+            look = RowLook(self.module, self.count, leaves, cut, tree)
+            return look.joins(), look.lies
         finally:
             self.looking, self.between.way = False, way
 
@@ -140,12 +149,18 @@ class InMicrobatches(LeftBehind):
             return
         seen.add(way)
         due = 1 < len(seen) <= WAYS or (len(seen) > WAYS and not len(seen) & (len(seen) - 1))
-        if due and self._look(leaves, cut, tree) != self._joins[key]:
+        if due and self._look(leaves, cut, tree)[0] != self._joins[key]:
             raise PlanError(
                 f"parallelize: microbatches={self.count}: {type(self.module).__name__} gives back other results than at first: "
                 "microbatches=1, or oc.to_static(step, plan=plan)",
                 "microbatches",
             )
+
+
+def _divided(x: DistTensor, count: int) -> tuple[int, int]:
+    """How many rows a microbatch has, and over how many ranks they are divided."""
+    mesh = x._spec.layout.mesh
+    return len(x) // count, prod(mesh.shape[axis] for axis in axes_of(x._spec.layout.dims[0]))
 
 
 def _part(x: Any, k: int, count: int) -> DistTensor:

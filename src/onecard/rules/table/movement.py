@@ -93,7 +93,7 @@ class _Pairing:
 def _local_view(x: Tensor, size: Sequence[int], *_: Any) -> Tensor:
     try:
         return x.view(size)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # a kernel, and torch without data
         # A kernel may leave other strides than its meta function says, which decided that this view is possible: as it
         # is, once the local tensor is in new memory with those strides.
         return x.set_(x.contiguous()).view(size)  # type: ignore[call-overload]

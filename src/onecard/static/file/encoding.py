@@ -240,7 +240,7 @@ _VALUES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]]
     "spec": (Spec, _SPEC[0], _spec),
     "line": (again.Line, lambda v: [encode(v.mesh), v.axis], _line),
     "law": (Law, lambda v: encode(v.made), _law),
-    "key": (Key, list, lambda held, of: Key(*all_of(whole(held, (list,), 2), int))),
+    "key": (Key, lambda v: [v.low, v.high], lambda held, of: Key(*all_of(whole(held, (list,), 2), int))),
     "transfer": (Transfer, _PLAN[0], _transfer),
     "input": _of(Input),
     "output": _of(Output),

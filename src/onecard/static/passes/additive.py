@@ -24,6 +24,7 @@ from onecard.static.passes.dependence import (
     PLACES,
     ROWS,
     UNKNOWN,
+    Drawn,
     Kind,
     Verdict,
     told,
@@ -47,7 +48,7 @@ class Additive(DispatchMode):
         backward: whether operators of backward are looked at, too: else they are known by what it begins with.
 
     Attributes:
-        draws: what draws random numbers, and how many.
+        draws: what draws random numbers, and of which shape; ``drawn``: where these have the rows of what they are made for.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class Additive(DispatchMode):
         self.rows = batch[0].shape[0] if batch else 0
         self.kinds = Kinds(self.rows, before, k)
         self.verdict, self.first, self.backward = self.kinds.verdict, before is None, backward
-        self.draws: list[tuple[str, int]] = []
+        self.draws: list[tuple[str, tuple[int, ...]]] = []
+        self.drawn: list[Drawn | None] = []
+        self._like: Any = WeakIdKeyDictionary()
         self.passes = Passes(self._kind_of, self._keep, lambda: iter([*self.known]))
         for x in batch:
             self.given(x)
@@ -181,7 +184,18 @@ class Additive(DispatchMode):
         for x, kind in zip(made, found, strict=True):
             self._now(x, kind, writes)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws.append((f"{schema.functional} at {record.user_line()}", sum(x.numel() for x in made)))
+            self.draws.append((f"{schema.functional} at {record.user_line()}", tuple(made[0].shape)))
+            self.drawn.append(next((at for x in given if (at := self._place(x)) is not None), None))
+        elif makes_alike(schema) and len(given) == len(made) == 1 and given[0].shape == made[0].shape:
+            self._like[made[0]] = self._place(given[0])  # memory for what is drawn for each element of it
+
+    def _place(self, x: Tensor) -> Drawn | None:
+        """Where a tensor, or what it was made like, has each row of the batch."""
+        kind = self._kind_of(x)
+        if kind is None or kind.how != ROWS:
+            found: Drawn | None = self._like.get(x)
+            return found
+        return Drawn(kind.dim, kind.before, self.rows) if kind.size == self.rows and not kind.order else None
 
     def _is_apart(self, schema: Schema, given: list[Tensor], made: list[Tensor]) -> bool:
         """Whether a call has nothing to do with the batch: an optimizer's, most of all, of which there are many."""

@@ -60,6 +60,15 @@ class Kind:
         return self.how == ALIKE and (self.dims is None or dim in self.dims)
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Where ``rows`` rows lie in what is drawn: in ``dim`` with ``before`` combinations ahead of each; -1: it has none."""
+
+    dim: int = -1
+    before: int = 1
+    rows: int = 0
+
+
 @dataclass
 class Verdict:
     """What a run has shown.

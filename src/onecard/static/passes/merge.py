@@ -16,6 +16,7 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.errors import RecordingError
 from onecard.rules.call import schema_of
+from onecard.static.passes import row_draws
 from onecard.static.passes.adding import added
 from onecard.static.passes.count_chain import AFTER, AVERAGE, EACH, SUM
 from onecard.static.passes.once import Once, cut, is_scale, phase_of, words
@@ -161,6 +162,8 @@ class _Merge:
             if node.op == "call_function" and not (node in self.once.tail or node in self.once.head or is_whole(node)):
                 names[node] = copied_to(self.made, node, names.__getitem__)
                 names[node].meta["microbatch"] = number
+                if self.once.keys and row_draws.has_rows(node):
+                    row_draws.share_out(names[node], self._ranks(), number, self.k)
                 if self.begun.get(node):
                     names[node] = made = added(self.made, node, aten.mul.Tensor, names[node], 1 / self.k)
                     made.meta.update(microbatch=number, part=node.meta.get("part"))
@@ -265,6 +268,12 @@ class _Merge:
         for names in self.each:
             names[last].meta.setdefault("tensor", node.meta.get("tensor"))
         return [names[last] for names in self.each]
+
+    def _ranks(self) -> int:
+        """Over how many ranks the rows of the batch are cut."""
+        if self.batch is None or (given := self.batch.meta["input"].spec) is None:
+            return 1
+        return int(given.shape[0] // self.batch.meta["tensor"][0][0])
 
     def _interleaved(self, rows: int, spec: Any) -> int:
         """How many ranks' rows follow each other in a result of a microbatch; 0 of a result that is not as long as it."""

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from onecard.errors import RecordingError
+from onecard.static.passes import row_draws
 from onecard.static.step.memory import GraphMemory, effects
 from onecard.static.step.order import only_names
 
@@ -40,6 +41,7 @@ class Once:
 
     Attributes:
         head: those that run once, before; ``tail``: after. ``same``: those that give the same for each microbatch.
+        keys: those of ``head`` that draw the keys of random numbers.
         own: those that depend on the microbatch, or draw.
 
     ``training``: whether a step without gradients is refused.
@@ -63,13 +65,15 @@ class Once:
         if not backward and (training or any(phase_of(n) == "optimizer" for n in nodes)):
             raise _no_backward(nodes[stepping:])
         end = backward[-1] if backward else len(nodes)
+        calls = [n for n in nodes if n.op == "call_function"]
+        self.keys = row_draws.of_batch(calls, {n for n in calls if phase_of(n) == "optimizer"})
         for i, node in enumerate(nodes):
-            if cut(node):
+            if cut(node) or (self.keys and row_draws.has_rows(node)):
                 self.own.add(node)
-            elif node.op == "call_function":
+            if node.op == "call_function" and node not in self.keys:
                 self._sort(node, i > end)
         self._join_tail(nodes[end + 1 :])
-        self.head = self._find_head([n for n in nodes if n.op == "call_function"])
+        self.head = self._find_head(calls) | self.keys
         self._find_same(nodes)
 
     def _join_tail(self, late: list[fx.Node]) -> None:

@@ -115,7 +115,7 @@ class _Call:
 
 def _forward(func: Any, args: Any, kwargs: Any) -> Any:
     call = _Call(func, arguments(func, args, kwargs))
-    bits = key_for(func, call.given["query"], None)
+    bits = key_for(func, call.given["query"], None, call.shape)
     query, key, value = map(call.part, ("query", "key", "value"))
     local = None
     if call.here:

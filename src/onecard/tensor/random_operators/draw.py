@@ -22,12 +22,13 @@ from onecard.comm.issue import trace
 from onecard.comm.world import world
 from onecard.errors import DispatchError
 from onecard.place.layout import Layout
-from onecard.random import Key, Law, new_key
+from onecard.random import Key, Law
 from onecard.recorded import unrecorded
 from onecard.rules.call import arguments, schema_of
 from onecard.tensor.aliasing import memory
 from onecard.tensor.dispatch.entries import handler
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
+from onecard.tensor.random_operators.of_batch import of_batch
 from onecard.tensor.spec import Spec
 
 aten = torch.ops.aten
@@ -63,9 +64,12 @@ def fill(x: Tensor, law: Law, key: Key, name: str = "fill") -> Tensor:
     return x
 
 
-def key_for(func: Any, like: Any, generator: Any) -> Key:
-    """The key of one operator. Ranks compare the first, second, fourth, eighth, ... that they draw on a mesh."""
-    key = new_key(generator)
+def key_for(func: Any, like: Any, generator: Any, shape: Sequence[int] | None = None) -> Key:
+    """The key of one operator. Ranks compare the first, second, fourth, eighth, ... that they draw on a mesh.
+
+    ``shape``: of what is drawn, if it is not that of ``like``.
+    """
+    key = of_batch(generator, like.shape if shape is None else shape)
     if isinstance(like, DistTensor) and not _by_stage.here:
         compare_keys(key, func, like.shape, like.mesh, like._spec.here)
     return key
@@ -181,7 +185,7 @@ def _factory(func: Any, args: Any, kwargs: Any) -> Any:
         made = torch.empty(given["size"], **{**integer, **_options(given)})
     elif made.shape != torch.Size(given["size"]):
         made = _resized(made, given["size"])
-    return fill(made, factory_law(func, made.dtype, given), new_key(given.get("generator")))
+    return fill(made, factory_law(func, made.dtype, given), key_for(func, made, given.get("generator")))
 
 
 def _resized(out: Tensor, size: Any) -> Tensor:
@@ -194,7 +198,7 @@ def _resized(out: Tensor, size: Any) -> Tensor:
 def _randperm(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
     options = _options(given)
-    key, device = new_key(given.get("generator")), options.get("device", "cpu")
+    key, device = of_batch(given.get("generator"), (given["n"],)), options.get("device", "cpu")
     return random.permutation(given["n"], key, device=device).to(options.get("dtype", torch.int64))
 
 

@@ -13,12 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from onecard._torch import fakes
 from onecard._torch import names as _torch
-from onecard._torch.modes import DispatchMode
+from onecard._torch.modes import DispatchMode, is_within
 from onecard.comm.agree.agree import first_to_say, when_met
 from onecard.comm.base.state import Kept
 from onecard.comm.world import world
 from onecard.errors import DispatchError
-from onecard.random import key
 from onecard.tensor.dispatch.entries import drawing
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -72,15 +71,17 @@ class _Dispatch(DispatchMode):
         return handler(func, args, kwargs)
 
 
+def draws_as_one_card() -> bool:
+    """Whether plain tensors draw by key and place now (``one_card_random``)."""
+    return is_within(one_card_random)
+
+
 @contextmanager
 def set_aside() -> Iterator[None]:
     """Inside, what is drawn is not a part of ``one_card_random``: for who draws by key and place already."""
     now, without = _torch.whole_mode
     with without() if isinstance(now(), _Dispatch) else nullcontext():
         yield
-
-
-key.aside = set_aside
 
 
 def _not_plain(values: Any) -> bool:
@@ -106,15 +107,20 @@ class one_card_random(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._below = _Dispatch()
+        self._below: list[_Dispatch | None] = []
 
     def __enter__(self) -> one_card_random:
+        self._below.append(
+            None if is_within(one_card_random) else _Dispatch()
+        )  # one within another draws its keys by keys
         super().__enter__()
-        self._below.__enter__()
+        if (below := self._below[-1]) is not None:
+            below.__enter__()
         return self
 
     def __exit__(self, *fault: Any) -> None:
-        self._below.__exit__(*fault)
+        if (below := self._below.pop()) is not None:
+            below.__exit__(*fault)
         super().__exit__(*fault)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
