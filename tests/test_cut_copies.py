@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 import onecard as oc
+from onecard.errors import RecordingError
 from onecard.testing import run_ranks
 
 Update = Callable[[Iterable[Tensor], Iterable[Tensor]], None]
@@ -94,3 +96,85 @@ def test_a_momentum_encoder_on_the_last_stage(name: str) -> None:
 @pytest.mark.parametrize("degrees", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 1}], ids=str)
 def test_beside_other_axes(degrees: dict[str, int]) -> None:
     run_ranks(_each, 4, oc.Plan(pp=2, microbatches=2, **degrees), [*UPDATES, "torch's on lists"])
+
+
+# -- weights that several stages read ----------------------------------------------------------------------------------------
+
+
+def _preferred(plan: oc.Plan | None, sizes: list[tuple[int, int]], reference: bool) -> list[float]:
+    """Losses and evaluations of two passes of one model in a step, the second beside a frozen copy of it."""
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))).double()
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
+
+    def step(a: Tensor, b: Tensor) -> Tensor:
+        margin = model(a).sum((-2, -1)) - model(b).sum((-2, -1))
+        if reference:
+            with torch.no_grad():
+                before = frozen(a).sum((-2, -1)) - frozen(b).sum((-2, -1))
+            margin = margin - before
+        loss = -F.logsigmoid(margin).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def evaluate(a: Tensor) -> Tensor:
+        return model(a).sum((-2, -1)).mean()
+
+    run, seen = (f if plan is None else oc.to_static(f, plan=plan) for f in (step, evaluate))
+    generator, found = torch.Generator().manual_seed(1), list[float]()
+    for i in range(5):
+        first, second = sizes[i % len(sizes)]
+        a, b = (torch.randn(4, n, 8, generator=generator).double() for n in (first, second))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is recorded anew")
+            found.append(float(run(a, b)))
+            with torch.no_grad():
+                found.append(float(seen(a)))
+    if plan is not None:  # what several ranks keep is the same on all
+        oc.checkpoint.save({"model": model}, "saved")
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "reference"), [([(1, 1)], True), ([(2, 50), (50, 2)], False)], ids=["dpo", "two"])
+def test_weights_that_two_stages_read(sizes, reference, tmp_path, monkeypatch) -> None:
+    """Also where a step that is recorded anew reads them in one stage only: all that have them update them."""
+    monkeypatch.chdir(tmp_path)
+    wanted = _preferred(None, sizes, reference)
+    for found in run_ranks(_preferred, 2, oc.Plan(pp=2, microbatches=2), sizes, reference):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+class Counted(nn.Module):
+    """Whoever has only read the buffer would read its old value in the next step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.register_buffer("seen", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.second(self.first(x) * self.seen.clone())
+        with torch.no_grad():
+            self.seen.add_(made.detach().mean())
+        return made
+
+
+def _counts() -> None:
+    model = Counted()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = oc.to_static(step, stages=oc.Stages(1, at=["second"]))
+    with pytest.raises(RecordingError, match=r"model\.seen is used by several stages and changed by add_"):
+        run(torch.ones(2, 4))
+
+
+def test_a_buffer_that_one_stage_reads_and_another_one_writes() -> None:
+    run_ranks(_counts, 2)

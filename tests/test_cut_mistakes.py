@@ -116,7 +116,12 @@ alike = "record one step alike, and cut it alike, but "
 TABLE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a cut in a chain of writes": (
         lambda: trained(Buffered(), at=["second"]),
-        ("written in place: model.seen is changed by several stages", "at=[...]", "test_cut_mistakes.py", "new tensor"),
+        (
+            "written in place: model.seen is used by several stages and changed by",
+            "at=[...]",
+            "test_cut_mistakes.py",
+            "new tensor",
+        ),
     ),
     "more stages than operators": (
         lambda: trained(nn.Sequential(nn.Linear(4, 3)), schedule="VPP", virtual=8),

@@ -94,7 +94,12 @@ class NodeRanks:
         for node in self.nodes:
             if node.op == "placeholder" and reads.get(node) and not _is_everywhere(node):
                 self.stages[node] = tuple(sorted(reads[node]))
-                self.near[node] = Ranks(self.homes[stage] for stage in reads[node])
+                self.near[node] = Ranks(self.homes[stage] for stage in reads[node]) | self._earlier(node)
+
+    def _earlier(self, node: fx.Node) -> Ranks:
+        """The ranks that have an input by an earlier step: they go on with it, and update it, too."""
+        stages = node.meta.get("stages")
+        return self.all if stages == () else Ranks(self.homes[stage] for stage in stages or ())
 
     def _place_states(self, owners: Mapping[Any, Any]) -> None:
         """States are where their parameters are, whatever they meet first; counts, which have no dims, are kept by all."""
@@ -234,6 +239,8 @@ class NodeRanks:
         behind = self._reads_behind()
         for root, writers in self.writers.items():
             self._check_written(root, [node for node in writers if part_of(node) is None])
+            if root.op == "placeholder":
+                self._check_kept(root, [node for node in writers if part_of(node) is not None])
             if root.op == "call_function":
                 self._check_left(root, [node for node in writers if part_of(node) is not None], behind.get(root, ()))
         for node in self.graph.find_nodes(op="placeholder"):
@@ -285,6 +292,12 @@ class NodeRanks:
                 "Use it where it is written (in the update of the parameter that it belongs to), or write a copy of it"
             )
 
+    def _check_kept(self, root: fx.Node, writers: list[fx.Node]) -> None:
+        """What a stage writes into the program, no other rank may have: it would go on with what it was."""
+        there = frozenset[int]().union(*(self.at[w] for w in writers))
+        if writers and root not in self._given() and not self.holders(root) <= there:
+            raise self._inside(root, writers[-1])
+
     def _reads_behind(self) -> dict[fx.Node, list[tuple[int, fx.Node]]]:
         """Under what names memory is read outside of stages, and by which node of all."""
         found: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
@@ -309,7 +322,7 @@ class NodeRanks:
     def _inside(self, root: fx.Node, node: fx.Node) -> RecordingError:
         what = root.meta["input"].name if "input" in root.meta else words(root)
         return RecordingError(
-            f"stages: a cut goes through what is written in place: {what} is changed by several stages, the last one with "
+            f"stages: a cut goes through what is written in place: {what} is used by several stages and changed by "
             f"{words(node)}. Cut before the first of them or after the last, oc.Stages(..., at=[...]), or write the result "
             "to a new tensor"
         )
