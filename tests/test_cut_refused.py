@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard.pipeline.cut import stages
 from onecard.static import call
+from onecard.static.passes import microbatches
 from onecard.testing import run_ranks
 
 
@@ -121,6 +122,35 @@ def _in_words(place: str) -> tuple[str, bool]:
 
 def _mistakes() -> list[tuple[str, bool]]:
     return [_in_words(place) for place in ("buffer", "dict", "number", "")]
+
+
+def _divided() -> tuple[str, float]:
+    """A step of marks whose division into microbatches one rank refuses, by values that it alone has."""
+    mesh = oc.ProcessMesh([0, 1], ["tp"])
+    net: Any = oc.shard_layer(nn.Linear(4, 3), mesh)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step(x: Tensor) -> None:
+        net(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = oc.to_static(step, k_steps=2)
+    run(torch.ones(4, 4))  # as it is
+    if oc.get_rank() == 1:
+        microbatches.doubts = _fails
+    before = time.monotonic()
+    try:
+        run(torch.ones(4, 4))
+    except Exception as why:
+        return f"{type(why).__name__}: {why}", time.monotonic() - before
+    return "", 0.0
+
+
+def test_marks_are_divided_on_all_ranks_or_none() -> None:
+    first, second = run_ranks(_divided, 2)
+    assert "rank(s) [1] could not record this step" in first[0] and "no more memory" in first[0], first
+    assert second[0].startswith("ValueError: no more memory") and max(first[1], second[1]) < 10, second
 
 
 def test_replaced_tensors_and_converted_models_are_refused_in_words() -> None:

@@ -258,6 +258,68 @@ def first_row(o: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(o, y, reduction="sum") / (made.sum() + 1)
 
 
+def _mean_of_tokens(o: Tensor, y: Tensor, per_token: Callable[..., Tensor]) -> Tensor:
+    keep = (y != -100).to(o.dtype)
+    return (per_token(o, y.clamp(min=0)) * keep).sum() / keep.sum()
+
+
+OF_SEQUENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "flat": lambda o, y: cross_entropy(o.flatten(0, 1), y.flatten()),
+    "reshaped": lambda o, y: cross_entropy(o.reshape(-1, 12), y.reshape(-1), label_smoothing=0.1),
+    "transposed": lambda o, y: cross_entropy(o.transpose(1, 2), y),
+    "shifted": lambda o, y: cross_entropy(o[:, :-1].transpose(1, 2), y[:, 1:]),
+    "by hand": lambda o, y: _mean_of_tokens(
+        o, y, lambda o, y: cross_entropy(o.transpose(1, 2), y, reduction="none", ignore_index=-1)
+    ),
+    "gathered": lambda o, y: _mean_of_tokens(o, y, lambda o, y: -o.log_softmax(-1).gather(-1, y[..., None])[..., 0]),
+    "weighted": lambda o, y: cross_entropy(o.transpose(1, 2), y, weight=torch.linspace(1, 2, 12, dtype=o.dtype)),
+}
+
+
+def _over_sequences(ways: dict[str, list[Any]], names: list[str]) -> dict[tuple[str, str], list[float]]:
+    """Losses of a model whose sequences are divided, on some axes; the labels that are ignored, of the last tokens alone."""
+    found = {}
+    for way, placements in ways.items():
+        mesh = oc.ProcessMesh([0, 1], ["tp"])
+        for name in names:
+            torch.manual_seed(0)
+            model: Any = nn.Sequential(nn.Embedding(12, 16), nn.Linear(16, 12)).double()
+            if oc.get_world_size() > 1:
+                oc.shard_layer(model, mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step(x: Tensor, y: Tensor) -> Tensor:
+                h = model[0](x)  # noqa: B023
+                if oc.get_world_size() > 1:
+                    h = oc.reshard(h, mesh, placements)  # noqa: B023
+                loss = OF_SEQUENCES[name](model[1](h), y)  # noqa: B023
+                optimizer.zero_grad()  # noqa: B023
+                loss.backward()
+                optimizer.step()  # noqa: B023
+                return loss.detach()
+
+            run = oc.to_static(step, k_steps=2) if oc.get_world_size() > 1 else step
+            made = torch.Generator().manual_seed(1)
+            losses = []
+            for k in range(4):
+                x = torch.randint(12, (8, 6), generator=made)
+                y = x.roll(-1, 1)
+                y[: 1 + k, 3:] = -100
+                losses.append(float(run(x, y)))
+            found[way, name] = losses
+    return found
+
+
+WAYS: dict[str, list[Any]] = {"sequences": [oc.Shard(1)], "features": [oc.Shard(2)]}
+
+
+def test_labels_of_sequences_that_are_cut() -> None:
+    wanted = _over_sequences({"": [None]}, [*OF_SEQUENCES])
+    for found in run_ranks(_over_sequences, 2, WAYS, [*OF_SEQUENCES]):
+        for (way, name), losses in found.items():
+            assert losses == pytest.approx(wanted["", name], rel=1e-9), (way, name)
+
+
 def test_a_count_of_some_rows_is_refused() -> None:
     """Or right, where torch writes the row by a number (2.15): then both looks know the count, and it is the same in both."""
     step, alone = oc.to_static(steps(first_row), k_steps=2), steps(first_row)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,8 @@ def _recorded(
     capture, recording, batch = found[0].capture, found[0].recording, found[0].batch
     if batch is not None:
         rows = batch.rows if sketched else lambda: whole
-        recording = batch.parts.merged(recording, leaves, rows, seen=found[0].seen, more=found[0].late)
+        with nullcontext() if sketched else all_or_none(name, "divide", partial(_beside, recording)):
+            recording = batch.parts.merged(recording, leaves, rows, seen=found[0].seen, more=found[0].late)
         if batch.asked is not None:
             batch.asked.noted(recording, capture)
     alike, lines = _alike(recording, options, ranks)
@@ -165,6 +167,12 @@ def _recorded(
     if once_more:
         return _recorded(fn, leaves, names, tree, options, whole, again=False)
     return recording, plain(found[0].result)
+
+
+def _beside(recording: AnyStep) -> list[int]:
+    """The ranks that do a step with this one: of the meshes on which its tensors lie."""
+    meshes = {known.spec.layout.mesh for known in recording.inputs if known.spec is not None and known.spec.here}
+    return sorted({rank for mesh in meshes for rank in mesh.process_ids})
 
 
 def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions) -> _Written:

@@ -15,7 +15,7 @@ from torch import fx
 
 from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
-from onecard.rules.call import schema_of
+from onecard.rules.call import Call, schema_of
 from onecard.rules.registry import bound_of
 from onecard.static.passes.dependence import ROWS, Kind, degree_of, may_count
 from onecard.static.passes.once import Once, cut
@@ -159,7 +159,7 @@ class Chain:
     def _apart(self, node: fx.Node) -> bool:
         """Whether each row of a node comes of its own rows alone, by the rule of its operator."""
         call, operands = call_of(node)
-        size = self.length
+        call, size = _by_rule(call), self.length
         if size == 1 and any(n in self.lie for n in operands):
             lies = [self.lie.get(n) for n in operands]
             if (longer := of_two_rows(call, lies, [n in self.filled for n in operands])) is None:
@@ -211,6 +211,19 @@ class Chain:
             return not (kind == "all_reduce" and into is sent and rest[0] in ("sum", "avg"))  # type: ignore[index, operator]
         known = traits(node)
         return not (name in ("mul", "div", "sum", "neg") or known.views or known.may_view or known.copies)
+
+
+def _by_rule(call: Call) -> Call:
+    """What a rank does with its part of a tensor, by the operators that have rules."""
+    if call.func is aten.narrow.default:
+        start: int = call.values["start"]
+        made = Call(aten.slice.Tensor, [call.self, call.values["dim"], start, start + call.values["length"]], {})
+    elif call.func is aten.reshape.default:
+        made = Call(aten.view.default, [call.self, list(call.results[0].shape)], {})
+    else:
+        return call
+    made.results = call.results
+    return made
 
 
 def _runs(node: fx.Node) -> bool:
