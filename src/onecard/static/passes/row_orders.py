@@ -82,7 +82,7 @@ class Orders:
         return [replace(kind, how=how, dim=dim + at.dim, before=at.before, size=at.size, order=at.order, points=points)]
 
     def _divided(self, call: Call, given: Sequence[Tensor], kinds: Known, seen: Sequence[Tensor]) -> Found:
-        """``perm // k`` names the row that an entry is of, ``perm % k`` which of the row's entries it is."""
+        """``perm // k`` names the row that an entry is of, or the token of a row, ``perm % k`` which of its entries it is."""
         kind, number = kinds[0], call.values.get("other")
         if isinstance(number, Tensor):
             number = value_of(seen[-1])
@@ -93,12 +93,13 @@ class Orders:
         each = points.length // points.size
         if points.length % points.size or points.order:
             return None
-        row = Entries(0, 1, points.size, points.size)
+        inner = points.before == 1 and not each % number
         if call.schema.functional == "remainder":
-            if (points.before, number) == (1, each):
+            if inner:
                 return [replace(kind, how=ROWS, points=None)]
+            row = Entries(0, 1, points.size, points.size)
             return [replace(kind, points=row)] if (points.before, number) == (each, points.size) else None
-        return [replace(kind, points=row)] if whole and (points.before, number) == (1, each) else None
+        return [replace(kind, points=Entries(0, 1, points.size, int(points.length // number)))] if whole and inner else None
 
     def _put(self, call: Call, given: Sequence[Tensor], kinds: Known, seen: Sequence[Tensor]) -> Found:
         """``made[perm] = y``: each entry is written."""
