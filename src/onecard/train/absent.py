@@ -193,12 +193,16 @@ def _refusal(x: Tensor, name: str, why: str = "") -> StageError:
     return StageError(said)
 
 
+_MADE_BEFORE = "A copy or an average of it that was made ahead of the first recorded call is whole: make it after that call. "
+
+
 def _error(x: Tensor, name: str, why: str = "") -> str:
     here = f"its memory here, on rank {world.get_rank()}, was given back{f', and {why}' if why else ''}"
     if name in _CONVERSIONS:
         return f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {in_words(x)}: {here}. {KEEPS}"
     return (
         f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {in_words(x)}: {here}. "
+        f"{_MADE_BEFORE if name == 'all_gather' else ''}"
         "Computations with all parameters belong into the recorded step (clipping, averages: each rank does its own part); "
         "oc.checkpoint.save({'model': model}, path) saves all stages as one model, and oc.checkpoint.load(path) on one process "
         "gives the whole of it"
