@@ -193,7 +193,9 @@ def _refusal(x: Tensor, name: str, why: str = "") -> StageError:
     return StageError(said)
 
 
-_MADE_BEFORE = "A copy or an average of it that was made ahead of the first recorded call is whole: make it after that call. "
+_MADE_BEFORE = (
+    "A copy or an average of it that was made ahead of the first recorded call is whole: make it after that call. "
+)
 
 
 def _error(x: Tensor, name: str, why: str = "") -> str:

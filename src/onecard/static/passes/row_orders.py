@@ -99,7 +99,11 @@ class Orders:
                 return [replace(kind, how=ROWS, points=None)]
             row = Entries(0, 1, points.size, points.size)
             return [replace(kind, points=row)] if (points.before, number) == (each, points.size) else None
-        return [replace(kind, points=Entries(0, 1, points.size, int(points.length // number)))] if whole and inner else None
+        return (
+            [replace(kind, points=Entries(0, 1, points.size, int(points.length // number)))]
+            if whole and inner
+            else None
+        )
 
     def _put(self, call: Call, given: Sequence[Tensor], kinds: Known, seen: Sequence[Tensor]) -> Found:
         """``made[perm] = y``: each entry is written."""
