@@ -52,6 +52,14 @@ def test_a_microbatch_has_its_part_of_the_batch(seed):
     assert torch.equal(variates("poisson", [mine[0]], Key(3, 4, share), shape, offset), mine[1])
 
 
+def test_rows_of_a_dim_that_is_taken_apart():
+    of = RowShare(1, 4, 1, 3, 0, 2)
+    assert Key(1, 2, of).with_dims([[5], [4, 3], [6]]).share == of._replace(dim=2, before=1)
+    assert Key(1, 2, of).with_dims([[5, 2], [2, 6]]).share == of._replace(dim=3, before=2)
+    with pytest.raises(ValueError, match="do not lie in one of the dims"):
+        Key(1, 2, of).with_dims([[5], [3, 4]])
+
+
 def test_a_packed_key_keeps_its_part():
     share = RowShare(0, 1, 2, 4, 1, 3)
     assert Key.unpack(Key(5, 6, share).pack()) == Key(5, 6, share) != Key(5, 6) == Key.unpack(Key(5, 6).pack())
@@ -190,6 +198,13 @@ def test_numbers_are_one_cards(way, plan):
     wanted = losses(*network(list(LAYERS)))
     world = plan.get("pp", 1) * plan.get("dp", 1) * plan.get("tp", 1)
     for found in run_ranks(way, world, list(LAYERS), plan):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_rows_that_are_folded_behind_others_and_divided():
+    """A dim of times and rows, of which ranks have some rows at all times."""
+    wanted = losses(*network(["times first"]))
+    for found in run_ranks(own_loop, 4, ["times first"], STAGES | {"dp": 2}):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 

@@ -6,6 +6,7 @@ So all that torch has for random state works: ``torch.manual_seed``, ``get_rng_s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -45,6 +46,19 @@ class Key(NamedTuple):
     def pack(self) -> Tensor:
         """As a tensor on the CPU, in the place of a kernel's own seed."""
         return _packed(self)
+
+    def with_dims(self, apart: Sequence[Sequence[int]]) -> Key:
+        """The same, of a tensor whose dims are taken apart, each in dims of these sizes."""
+        if self.share is None:
+            return self
+        dim, before = sum(map(len, apart[: self.share.dim])), self.share.before
+        for size in apart[self.share.dim]:
+            if size % (before * self.share.rows) == 0:
+                return Key(self.low, self.high, self.share._replace(dim=dim, before=before))
+            dim, (before, rest) = dim + 1, divmod(before, size)
+            if rest or not before:
+                break
+        raise ValueError(f"rows of {self.share} do not lie in one of the dims {[*apart[self.share.dim]]}")
 
     @staticmethod
     def unpack(packed: Tensor) -> Key:

@@ -21,7 +21,7 @@ from onecard.comm.base.state import Kept
 from onecard.comm.issue import trace
 from onecard.comm.world import world
 from onecard.errors import DispatchError
-from onecard.place.layout import Layout
+from onecard.place.layout import Layout, is_merged
 from onecard.random import Key, Law
 from onecard.recorded import unrecorded
 from onecard.rules.call import arguments, schema_of
@@ -57,6 +57,9 @@ def fill(x: Tensor, law: Law, key: Key, name: str = "fill") -> Tensor:
     if spec.here:
         layout, shape, local = spec.layout, spec.shape, x._local
         if layout.merged:  # with its merged dims taken apart: the same places in the whole
+            key = key.with_dims(
+                [[p.size for p in d] if is_merged(d) else [n] for d, n in zip(layout.dims, shape, strict=True)]
+            )
             layout, shape = layout.opened(shape)  # type: ignore[assignment]
             local = local.view(layout.local_shape(shape))
         random.fill(local, law, key, shape, layout.local_offset(shape))
