@@ -258,6 +258,27 @@ def first_row(o: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(o, y, reduction="sum") / (made.sum() + 1)
 
 
+def test_a_divisor_that_differs_much_later_is_told_at_once() -> None:
+    net = nn.Linear(6, CLASSES)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(net(x), y, reduction="sum") / torch.histc(y.float(), 5, 0, 4)[4]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run, x, y = oc.to_static(step, k_steps=2), torch.randn(8, 6), torch.full((8,), 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(40):
+            run(x, y)
+    y[:4] = 2
+    with pytest.warns(UserWarning, match="scales by a value, of which each microbatch has its own"):
+        run(x, y)
+
+
 def _mean_of_tokens(o: Tensor, y: Tensor, per_token: Callable[..., Tensor]) -> Tensor:
     keep = (y != -100).to(o.dtype)
     return (per_token(o, y.clamp(min=0)) * keep).sum() / keep.sum()

@@ -48,11 +48,17 @@ class Count:
 
     def differs(self, leaves: Sequence[Any]) -> bool:
         """Whether a microbatch of a batch has another one than the first; also if that cannot be told."""
+        return bool(self.differing(leaves))
+
+    def differing(self, leaves: Sequence[Any]) -> Tensor | bool:
+        """The same, where the values are: nobody waits for them."""
         try:
             first, *others = (self._value(leaves, i) for i in range(self.k))
         except UnknownCount:
             return True
-        return any(not torch.equal(first, x) for x in others)
+        if any(x.shape != first.shape for x in others):
+            return True
+        return torch.stack([(x != first).any() for x in others]).any() if others else False
 
     def _value(self, leaves: Sequence[Any], i: int) -> Tensor:
         values: list[Any] = []

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from onecard.comm.agree import sparse_check
 from onecard.comm.issue.groups import Group
 from onecard.static.capture.questions import WholeQuestions
@@ -53,20 +55,34 @@ def next_sketch(call: int) -> int:
 
 
 class Recounted:
-    """Looks at what microbatches divide by, at each of the first 16 calls and then as often as a step is compared."""
+    """Looks at what microbatches divide by, at each call.
+
+    What a GPU has found is noted there, and read in the first 16 calls and then as often as a step is compared: nobody waits for
+    it in between, and nothing is lost.
+    """
 
     def __init__(self) -> None:
         self.calls = self.due = 0
+        self._noted: dict[int, tuple[Any, Tensor]] = {}
 
     def told(self, recording: Any, leaves: Sequence[Any]) -> list[str]:
         """What to say of this call's batch, once of each count."""
         self.calls += 1
-        if not recording.counts or self.calls < self.due or not sparse_check.on.here:
+        if not recording.counts or not sparse_check.on.here:
             return []
-        self.due = self.calls + 1 if self.calls < 16 else next_check(self.calls)
-        differ = [count for count in recording.counts if count.differs(leaves)]
+        if reads := self.calls >= self.due:
+            self.due = self.calls + 1 if self.calls < 16 else next_check(self.calls)
+        differ = [count for count in recording.counts if self._differs(count, leaves, reads)]
         recording.counts = tuple(count for count in recording.counts if all(count is not other for other in differ))
         return list(dict.fromkeys(count.said for count in differ))
+
+    def _differs(self, count: Any, leaves: Sequence[Any], reads: bool) -> bool:
+        found = count.differing(leaves)
+        if isinstance(found, Tensor) and found.device.type != "cpu":
+            found = found | self._noted.get(id(count), (count, found))[1]
+            self._noted[id(count)] = count, found
+            return reads and bool(found)
+        return bool(found)
 
 
 def given_to(bound: Any, leaves: Sequence[Any]) -> Any:
