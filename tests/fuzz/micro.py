@@ -85,6 +85,21 @@ DIVIDED = (
     "e.mean() + o.square().mean() * z.mean()", "o.square().sum() / z.abs().sum()", "e.sum() * (1 / z.sum())",
     "e.sum() / z.reshape(-1)[:1].squeeze()", "torch.stack([e.sum(), o.sum()])[0] / z.amax()",
 )  # fmt: skip
+RANDOM = 300_000  # of the seeds from here on all draw random numbers, as one card does
+RANDOMS = (
+    "F.dropout({x}, 0.3)", "{x} + torch.randn_like({x}) * 0.1", "{x} * (torch.rand_like({x}) > 0.3)", "{x} * torch.rand(())",
+    "{x} * (torch.rand(len(y)) > 0.2).reshape(-1, *[1] * ({x}.dim() - 1))", "F.gumbel_softmax({x}, dim=-1)",
+    "torch.bernoulli({x}.detach().sigmoid()) * {x}", "{x} + torch.empty_like({x}).uniform_(-0.1, 0.1)",
+    "F.dropout({x}.reshape(-1), 0.3).reshape({x}.shape)", "F.dropout({x}.t(), 0.3).t()", "F.alpha_dropout({x}, 0.2)",
+    "{x} * torch.randn({x}.shape[-1])", "{x} + torch.randn({x}.shape) * 0.1", "F.rrelu({x}, training=True)",
+    "F.dropout({x}.repeat_interleave(2, 0), 0.3)[::2]", "F.dropout(torch.cat([{x}, {x}]), 0.3)[: len({x})]",
+    "F.dropout(torch.cat([{x}, {x}], -1), 0.3)", "{x}.gather(-1, torch.rand({x}.shape).argsort(-1))",
+    "{x} * torch.randint(0, 3, ({x}.shape[0],)).reshape(-1, *[1] * ({x}.dim() - 1))", "{x}[torch.randperm(len({x}))]",
+    "F.dropout({x}[:, None].expand(-1, 3, *{x}.shape[1:]), 0.3).mean(1)",
+    "F.dropout({x}.unflatten(0, (-1, 2)), 0.3).flatten(0, 1)",
+    "torch.normal({x}.detach(), 0.1) + {x}", "F.dropout({x}[torch.arange(len(y))], 0.5)", "F.dropout({x}.sum(0), 0.3) + {x}",
+    "F.feature_alpha_dropout({x}[..., None], 0.2)[..., 0]", "{x} * F.dropout(torch.ones(5), 0.2).mean()",
+)  # fmt: skip
 LAST = (
     "{v}.mean()", "{v}.sum()", "{v}.sum() / len(y)", "({v} * {u}).mean()", "({v} * {u}).sum()", "{v}.square().mean()", "e.mean()",
     "{v}.sum() / {u}.abs().sum().clamp(min=1)", "({v} * {u}).sum() / {u}.abs().sum().clamp(min=1)",
@@ -200,10 +215,13 @@ def drawn(seed: int) -> str:
     d = Drawing(seed)
     if seed >= ORDERED and d.r.random() < 0.7:
         d.say(d.r.choice(ORDERS))
-    if seed >= MADE:
+    if MADE <= seed < RANDOM:
         return _of_length(d)
     for _ in range(d.r.randint(1, 6)):
         d.step()
+        if seed >= RANDOM:
+            text = d.r.choice(RANDOMS).format(x=d.r.choice([*d.floats(), "x", "o", "o", "e"]))
+            d.say(f"v{len(d.lines)} = {text}")
     late = ""
     if seed >= ORDERED and d.r.random() < 0.4:
         late = LATER + d.r.choice(LATE).format(n=d.r.choice(LENGTHS), rows="len(x)")
@@ -225,7 +243,8 @@ def trained(text: str, k: int | None) -> Tensor:
     body = "\n    ".join(text.splitlines())
     source = f"def loss_of(o, x, y):\n    {body}\n    return loss\n\n\ndef late(gs, ps, x, y):\n    {late or 'pass'}"
     exec(compile(source, "step", "exec"), names := dict(NAMES))
-    losses, net = trains(names["loss_of"], k, names["late"])
+    with oc.one_card_random():
+        losses, net = trains(names["loss_of"], k, names["late"])
     return torch.cat([losses, *[oc.unshard(p.detach()).flatten() for p in net.parameters()]])
 
 

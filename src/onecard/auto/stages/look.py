@@ -28,8 +28,7 @@ from onecard.static.guards.held import NOTHING, HeldValues
 from onecard.static.guards.results import taken_apart, tensors_inside
 from onecard.static.guards.unchanged import is_plain
 from onecard.static.passes.additive import Additive
-from onecard.static.passes.dependence import ADDS, ALIKE, MIXED, ROWS, UNKNOWN, Kind, Verdict
-from onecard.static.passes.row_draws import placed
+from onecard.static.passes.dependence import ADDS, ALIKE, MIXED, ROWS, UNKNOWN, Kind, Verdict, placed
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.random_operators.one_card import draws_as_one_card
 

@@ -27,6 +27,7 @@ from onecard.static.passes.dependence import (
     Drawn,
     Kind,
     Verdict,
+    placed,
     told,
 )
 from onecard.static.passes.row_alike import EXPANDS
@@ -181,13 +182,29 @@ class Additive(DispatchMode):
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):  # a call that no rule was made for
             lost = Kind(UNKNOWN, where=f"{schema.functional} at {record.user_line()}")
             found = [lost if any(map(told, map(self.known.get, given))) else None] * len(made)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        place = next((at for x in given if (at := self._place(x)) is not None), None) if draws else None
+        if draws and made:
+            found = [kind if told(kind) else self._drawn_in_rows(schema, made[0], place) for kind in found]
         for x, kind in zip(made, found, strict=True):
             self._now(x, kind, writes)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws:
             self.draws.append((f"{schema.functional} at {record.user_line()}", tuple(made[0].shape)))
-            self.drawn.append(next((at for x in given if (at := self._place(x)) is not None), None))
+            self.verdict.draws.append(tuple(made[0].shape))
+            self.drawn.append(place)
         elif makes_alike(schema) and len(given) == len(made) == 1 and given[0].shape == made[0].shape:
             self._like[made[0]] = self._place(given[0])  # memory for what is drawn for each element of it
+
+    def _drawn_in_rows(self, schema: Schema, x: Tensor, place: Drawn | None) -> Kind | None:
+        """What is drawn without the batch: each row has its own if the whole batch draws as many times as much."""
+        before = self.kinds.before
+        if before is None or len(self.draws) >= len(before.draws):
+            return None
+        then, rows = before.draws[len(self.draws)], self.rows // self.kinds.k
+        here = None if place is None else replace(place, rows=rows)
+        if (found := placed(then, x.shape, rows, self.kinds.k, here)) is None:
+            return Kind(UNKNOWN, where=f"{schema.functional} at {record.user_line()}")
+        return None if found.dim < 0 else Kind(ROWS, found.dim, found.before, self.rows)
 
     def _place(self, x: Tensor) -> Drawn | None:
         """Where a tensor, or what it was made like, has each row of the batch."""

@@ -92,6 +92,7 @@ class CountFinder:
 
     def __init__(self, graph: fx.Graph, once: Once, k: int) -> None:
         self.order, self.memory, self.k = {n: i for i, n in enumerate(graph.nodes)}, once.memory, k
+        self._keys = once.keys
 
     def of(self, node: Any, at: fx.Node, then: Callable[[Tensor], Tensor] | None = None) -> Count | None:
         """The count that is ``then`` of a node's value, as another one reads it; None if that depends on more than the batch."""
@@ -104,10 +105,12 @@ class CountFinder:
         return Count(tuple(steps), self.k)
 
     def counts(self, node: fx.Node, at: fx.Node) -> bool:
-        """Whether no parameter is in a node's value, as another one reads it, and it is not drawn."""
+        """Whether no parameter is in a node's value, as another one reads it, and no microbatch draws it for itself."""
         needed = self._needed(node, at)
         learns = any(n.op == "placeholder" and n.meta["input"].kind == "parameter" for n in needed)
-        return not learns and not any(map(draws, needed))  # messages of ranks' shares are part of a count
+        return not learns and not any(
+            draws(n) and n not in self._keys for n in needed
+        )  # messages of ranks' shares are part of a count
 
     def _needed(self, node: fx.Node, at: fx.Node) -> list[fx.Node]:
         """What a node depends on, as another one reads it, through memory too, in order."""

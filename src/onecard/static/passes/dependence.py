@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,7 @@ class Verdict:
             the line (None: no number). ``unsure``: some may be counts of rows; ``open``: nobody can tell whether they are.
         values: of leaves of what the step gives back in which there is nothing of the batch: numbers, and tensors of one;
             ``held``: tensors of several elements that it has made.
+        draws: of what was drawn, the shapes in their order.
         normalized: the lines that normalize a batch by its own mean and variance; ``summed``: that add a sum over rows to a value
             in which there is nothing of the batch.
     """
@@ -88,6 +89,7 @@ class Verdict:
     noted: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
     values: dict[int, float] = field(default_factory=dict)
     held: dict[int, Tensor] = field(default_factory=dict)
+    draws: list[tuple[int, ...]] = field(default_factory=list)
     normalized: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
     unsure: bool = False
@@ -103,6 +105,22 @@ class Doubt:
 
     words: str
     gradients: bool
+
+
+def placed(now: Sequence[int], then: Sequence[int], rows: int, k: int, known: Drawn | None) -> Drawn | None:
+    """Where rows lie in what is drawn, ``now`` of a microbatch and ``then`` of its batch; None: nobody can tell.
+
+    ``known``: where they lie in what it is made for.
+    """
+    grown = [d for d, (n, m) in enumerate(zip(now, then, strict=False)) if n != m]
+    if len(now) != len(then) or not grown:
+        return Drawn() if len(now) == len(then) else None
+    dim, *more = grown
+    if more or then[dim] != k * now[dim] or now[dim] % rows:
+        return None
+    if known is not None and known.dim == dim and now[dim] % (rows * known.before) == 0:
+        return Drawn(dim, known.before, rows)
+    return Drawn(dim, 1, rows) if now[dim] == rows else None
 
 
 def degree_of(name: str, degrees: Mapping[int, int]) -> int:

@@ -19,7 +19,7 @@ from onecard.random import fill, key, permutation
 from onecard.random.key import RowShare
 from onecard.random.variates import variates
 from onecard.static.capture import randomness
-from onecard.static.passes.dependence import Doubt, Drawn
+from onecard.static.passes.dependence import Doubt, Drawn, placed
 from onecard.static.step.nodes import called
 
 _KEY: Any = unwrap(key._drawn)
@@ -66,22 +66,6 @@ def _placed(node: fx.Node, other: fx.Node, rows: int, k: int, seen: dict[fx.Node
     if node.target not in (_FILL, _VARIATES):
         return Drawn() if node.args[0] == other.args[0] else None
     return placed(_shape(node), _shape(other), rows, k, seen.get(_key_of(node)))
-
-
-def placed(now: Sequence[int], then: Sequence[int], rows: int, k: int, known: Drawn | None) -> Drawn | None:
-    """Where rows lie in what is drawn, ``now`` of a microbatch and ``then`` of its batch; None: nobody can tell.
-
-    ``known``: where they lie in what it is made for.
-    """
-    grown = [d for d, (n, m) in enumerate(zip(now, then, strict=False)) if n != m]
-    if len(now) != len(then) or not grown:
-        return Drawn() if len(now) == len(then) else None
-    dim, *more = grown
-    if more or then[dim] != k * now[dim] or now[dim] % rows:
-        return None
-    if known is not None and known.dim == dim and now[dim] % (rows * known.before) == 0:
-        return Drawn(dim, known.before, rows)
-    return Drawn(dim, 1, rows) if now[dim] == rows else None
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
