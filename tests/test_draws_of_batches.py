@@ -7,7 +7,8 @@ from math import prod
 import pytest
 import torch
 import torch.nn.functional as F
-from amounts import share
+from amounts import amount, share
+from fuzz import micro
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -132,6 +133,10 @@ LAYERS = {
     "gumbel": lambda: Of(lambda h: h * F.gumbel_softmax(h)),
     "bernoulli": lambda: Of(lambda h: h * torch.bernoulli(h.detach().sigmoid())),
     "diffused": Diffused,
+    "negative samples": lambda: Of(
+        lambda h: h + torch.multinomial(torch.ones(len(h), 8), 2).to(h.dtype).mean(1)[:, None]
+    ),
+    "sampled": lambda: Of(lambda h: h + torch.multinomial(h.detach().softmax(-1), 3, True).to(h.dtype)[:, :1] * 0.1),
     "one number": lambda: Of(lambda h: h * torch.rand(())),
     "a mask of columns": lambda: Of(lambda h: h * (torch.rand(16) > 0.3)[torch.randperm(16)]),
     "recomputed": Again,
@@ -152,7 +157,7 @@ def batches(count=3):
     return [(torch.randn(8, 4, generator=made), torch.randint(0, 3, (8,), generator=made)) for _ in range(count)]
 
 
-def losses(model, optimizer, prepare=lambda step: step):
+def losses(model, optimizer, prepare=lambda step: step, count=3):
     def step(x, y):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
@@ -163,7 +168,7 @@ def losses(model, optimizer, prepare=lambda step: step):
     run = prepare(step)
     oc.manual_seed(3)
     with oc.one_card_random():
-        found = [run(x, y).item() for x, y in batches()]
+        found = [run(x, y).item() for x, y in batches(count)]
         return [*found, torch.rand(()).item()]  # what is drawn behind the steps
 
 
@@ -212,6 +217,58 @@ def test_rows_that_are_folded_behind_others_and_divided():
 def test_numbers_of_merged_gradients(name):
     wanted = losses(*network([name]))
     assert losses(*network([name]), lambda step: oc.to_static(step, k_steps=4)) == pytest.approx(wanted, rel=1e-5)
+
+
+VARIATES = {
+    "gamma": lambda h: h * torch.distributions.Gamma(torch.ones(16), 2.0, validate_args=False).sample(),
+    "beta": lambda h: h * torch.distributions.Beta(0.4, 0.4).sample(),
+    "poisson": lambda h: h + torch.poisson(torch.ones(len(h), 16)) * 0.1,
+    "dirichlet": lambda h: h * torch.distributions.Dirichlet(torch.ones(16)).sample(),
+}
+
+
+@pytest.mark.parametrize("name", VARIATES)
+@pytest.mark.parametrize("k", [1, 2])
+def test_variates_of_recorded_steps(name, k, monkeypatch):
+    """Also in the replays behind those that are compared with the step."""
+    monkeypatch.setitem(LAYERS, name, lambda: nn.Sequential(Of(VARIATES[name]), nn.Dropout(0.2)))
+    options = {"k_steps": k} if k > 1 else {}
+    wanted = losses(*network([name]), count=6)
+    assert losses(*network([name]), lambda step: oc.to_static(step, **options), 6) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("names", [[], ["dropout"]], ids=["alone", "beside dropout"])
+def test_noise_of_gradients_is_drawn_once(names):
+    def noisy(model, optimizer, prepare=lambda step: step):
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            for p in model.parameters():
+                p.grad.add_(torch.randn_like(p.grad) * 0.1)
+            optimizer.step()
+            return loss.detach()
+
+        run = prepare(step)
+        torch.manual_seed(3)
+        with oc.one_card_random():
+            return [*(run(x, y).item() for x, y in batches()), torch.rand(()).item()]
+
+    found = noisy(*network(names), lambda step: oc.to_static(step, k_steps=2))
+    assert found == pytest.approx(noisy(*network(names)), rel=1e-5)
+
+
+def test_a_number_drawn_for_rows_scales_no_loss():
+    """A mean of what each row draws is another one for each microbatch."""
+    text = "e = F.cross_entropy(o, y, reduction='none')\nloss = e.mean() * torch.rand(len(y), 3).mean()"
+    assert micro.judged(text, 4)[0] == "refused"
+    assert micro.judged(text.replace("torch.rand(len(y), 3).mean()", "torch.rand(())"), 4)[0] == "right"
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize("seed", [micro.RANDOM + 141, *range(micro.RANDOM, micro.RANDOM + amount(4, 200))])
+def test_random_statements_that_draw(seed):
+    assert micro.judged(micro.drawn(seed), 4)[0] in ("right", "told", "refused", "void")
 
 
 def test_a_loop_that_is_asked_for_draws_as_a_loop():

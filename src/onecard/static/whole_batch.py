@@ -24,6 +24,7 @@ from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
 from onecard.static.passes.options import StaticOptions
 from onecard.static.run.bound import BoundRecording
 from onecard.static.step.step import MISS, AnyStep
+from onecard.tensor.random_operators.draw import by_stage
 
 
 def calls_of(capture: Capture) -> list[CallEntry]:
@@ -101,7 +102,8 @@ class WholeBatch:
         capture.leaves_nothing = True
         undo = capture.undone(sketched=True)
         try:
-            with autocast(self.options.dtype, capture.leaves), self.parts.around(), looker or nullcontext():
+            # A look draws nothing, and how many there are depends on what a rank has.
+            with autocast(self.options.dtype, capture.leaves), self.parts.around(), by_stage(), looker or nullcontext():
                 result = capture.run(self.fn, self.tree)
             if looker is not None:
                 looker.returned(result)

@@ -29,6 +29,7 @@ from onecard.static.guards.results import taken_apart, tensors_inside
 from onecard.static.guards.unchanged import is_plain
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import ADDS, ALIKE, MIXED, ROWS, UNKNOWN, Kind, Verdict, placed
+from onecard.static.passes.row_numbers import is_real
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.random_operators.one_card import draws_as_one_card
 
@@ -142,7 +143,8 @@ class RowLook:
     def _check_left(self) -> None:
         """Whether a value lives on where nobody has looked."""
         for looker in self._looked:
-            rows = lambda known: [x for x in known if _is_of_rows(looker, x)]  # noqa: B023, E731
+            # What is drawn without the batch has data, which the look itself keeps.
+            rows = lambda known: [x for x in known if _is_of_rows(looker, x) and not is_real(x)]  # noqa: B023, E731
             if rows(looker.known) and gc.collect() is not None and (kept := rows(looker.known)):
                 raise self._refused(
                     f"a hook, or a list outside of it keeps a value of its forward, {list(kept[0].shape)}, which would be one "

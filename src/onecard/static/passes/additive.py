@@ -185,7 +185,8 @@ class Additive(DispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         place = next((at for x in given if (at := self._place(x)) is not None), None) if draws else None
         if draws and made:
-            found = [kind if told(kind) else self._drawn_in_rows(schema, made[0], place) for kind in found]
+            rows = self._drawn_in_rows(schema, made[0], place)
+            found = [kind if told(kind) or rows is None else rows for kind in found]
         for x, kind in zip(made, found, strict=True):
             self._now(x, kind, writes)
         if draws:

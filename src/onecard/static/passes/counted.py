@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from onecard.comm.issue import again
 from onecard.static.passes.count_chain import NLL
 from onecard.static.passes.once import Once, cut
+from onecard.static.passes.row_draws import has_rows
 from onecard.static.step.memory import effects
 from onecard.static.step.order import draws
 from onecard.tensor.dist_tensor import DistTensor
@@ -97,6 +98,8 @@ class CountFinder:
     def of(self, node: Any, at: fx.Node, then: Callable[[Tensor], Tensor] | None = None) -> Count | None:
         """The count that is ``then`` of a node's value, as another one reads it; None if that depends on more than the batch."""
         needed = self._needed(node, at)
+        if any(map(has_rows, needed)):  # other numbers for each microbatch, which are not known ahead
+            return None
         number = {n: i for i, n in enumerate(needed)}
         steps = [_step(n, number) for n in needed]
         if None in steps:

@@ -83,7 +83,11 @@ class Once:
                 continue
             read = set() if only_names(node) else self._places(node.all_input_nodes)
             if not (
-                node in self.own or node in self.memory.writes or phase_of(node) == "backward" or read & self._varied
+                node in self.keys
+                or node in self.own
+                or node in self.memory.writes
+                or phase_of(node) == "backward"
+                or read & self._varied
             ):
                 self.tail.add(node)
 

@@ -23,7 +23,7 @@ from onecard.comm.world import world
 from onecard.errors import DispatchError
 from onecard.place.layout import Layout, is_merged
 from onecard.random import Key, Law
-from onecard.recorded import unrecorded
+from onecard.recorded import is_sketching, unrecorded
 from onecard.rules.call import arguments, schema_of
 from onecard.tensor.aliasing import memory
 from onecard.tensor.dispatch.entries import handler
@@ -93,7 +93,7 @@ _by_stage: Kept[bool] = Kept(bool)
 
 @contextmanager
 def by_stage() -> Iterator[None]:
-    """A rank draws what only its own stages have: nothing is compared, as others draw something else."""
+    """A rank draws what only its own stages have, or looks at what it would draw: nothing is compared with other ranks' draws."""
     before, _by_stage.here = _by_stage.here, True
     try:
         yield
@@ -278,7 +278,8 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> Any:
     """Indices drawn with the probabilities in the last dim, which each rank needs whole."""
     given = arguments(func, args, kwargs)
     x, count, again = given["self"], given["num_samples"], given["replacement"]
-    aten.multinomial(torch.empty(x.shape, dtype=x.dtype, device="meta"), count, again)  # torch's own checks
+    with unrecorded():
+        aten.multinomial(torch.empty(x.shape, dtype=x.dtype, device="meta"), count, again)  # torch's own checks
     key = key_for(func, x, given["generator"])
     if not isinstance(x, DistTensor):
         return _choose(x, count, again, key, tuple(x.shape), (0,) * x.dim())
@@ -297,7 +298,7 @@ def _choose(p: Tensor, count: int, again: bool, key: Key, shape: tuple[int, ...]
 
     Without replacement by a race of exponential variates (Efraimidis and Spirakis, 2006), with it by inversion.
     """
-    if p.device.type == "cpu" and not trace.faking():
+    if p.device.type == "cpu" and not trace.faking() and not is_sketching():
         _check_probabilities(p, 1 if again else count)
     if again and count > 1:
         ends = p.double().cumsum(-1)  # in order, row by row: sums alike under every layout

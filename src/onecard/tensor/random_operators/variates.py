@@ -11,6 +11,7 @@ from torch import Tensor
 from onecard.place.layout import Layout
 from onecard.random import Key
 from onecard.random.variates import variates
+from onecard.recorded import is_sketching, unrecorded
 from onecard.rules.call import arguments, schema_of
 from onecard.tensor.dispatch.entries import handler
 from onecard.tensor.dist_tensor import DistTensor, wrap
@@ -26,7 +27,8 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
     name = schema_of(func).name.removeprefix("_standard_")
     params = [given["self"]] if name != "binomial" else [given["count"], given["prob"]]
-    func(*[torch.empty(0, dtype=p.dtype, device="cpu") for p in params])  # torch's own check of dtypes
+    with unrecorded():  # torch's own check of dtypes, which draws nothing; a replay would draw a key for it
+        func(*[torch.empty(0, dtype=p.dtype, device="cpu") for p in params])
     like = params[0] if len(params) == 1 else params[0] + params[1]
     layout = like._spec.layout.reduced().in_one_piece() if isinstance(like, DistTensor) else None
     return _make(func, name, params, like.shape, layout, key_for(func, like, given["generator"]))
@@ -37,7 +39,8 @@ def _dirichlet(func: Any, args: Any, kwargs: Any) -> Any:
     """Gamma variates over the sum of their row, which each rank needs whole."""
     given = arguments(func, args, kwargs)
     x = given["self"]
-    func(torch.empty((0, 1), dtype=x.dtype, device="cpu"))
+    with unrecorded():
+        func(torch.empty((0, 1), dtype=x.dtype, device="cpu"))
     layout = Layout.make(x.mesh, (*x._spec.layout.in_one_piece().dims[:-1], ())) if isinstance(x, DistTensor) else None
     return _make(func, "dirichlet", [x], x.shape, layout, key_for(func, x, given["generator"]))
 
@@ -61,7 +64,7 @@ def _local(x: Tensor, layout: Layout, name: str) -> Tensor:
 
 
 def _part(name: str, params: list[Tensor], key: Key, shape: torch.Size, offset: tuple[int, ...]) -> Tensor:
-    if name == "poisson" and not params[0].is_meta and bool((params[0] < 0).any()):
+    if name == "poisson" and not (params[0].is_meta or is_sketching()) and bool((params[0] < 0).any()):
         raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
     if name in ("poisson", "binomial"):
         return variates(name, params, key, shape, offset)
