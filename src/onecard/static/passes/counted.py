@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
+from onecard.rules.call import schema_of
 from onecard.static.passes.count_chain import NLL
 from onecard.static.passes.once import Once, cut
 from onecard.static.passes.row_draws import has_rows
+from onecard.static.passes.row_kinds import makes_alike
 from onecard.static.step.memory import effects
 from onecard.static.step.order import draws
 from onecard.tensor.dist_tensor import DistTensor
@@ -109,19 +112,24 @@ class CountFinder:
 
     def counts(self, node: fx.Node, at: fx.Node) -> bool:
         """Whether no parameter is in a node's value, as another one reads it, and no microbatch draws it for itself."""
-        needed = self._needed(node, at)
+        needed = self._needed(node, at, values=True)
         learns = any(n.op == "placeholder" and n.meta["input"].kind == "parameter" for n in needed)
         return not learns and not any(
             draws(n) and n not in self._keys for n in needed
         )  # messages of ranks' shares are part of a count
 
-    def _needed(self, node: fx.Node, at: fx.Node) -> list[fx.Node]:
-        """What a node depends on, as another one reads it, through memory too, in order."""
+    def _needed(self, node: fx.Node, at: fx.Node, values: bool = False) -> list[fx.Node]:
+        """What a node depends on, as another one reads it, through memory too, in order.
+
+        ``values``: by its values alone: of what ``x.new_zeros(len(x))`` is given, only the shape counts.
+        """
         end, found, wanted = self.order[at], set[fx.Node](), [node]
         while wanted:
             if (one := wanted.pop()) not in found:
                 found.add(one)
-                wanted += [_labels(one)[0]] if _labels(one) else one.all_input_nodes
+                shape_alone = values and isinstance(one.target, OpOverload) and makes_alike(schema_of(one.target))
+                if not shape_alone:
+                    wanted += [_labels(one)[0]] if _labels(one) else one.all_input_nodes
                 wanted += [n for n in self.memory.writers_to(one) if self.order[n] < end]
         return sorted(found, key=self.order.__getitem__)
 
