@@ -200,9 +200,11 @@ def test_numbers_are_one_cards(way, plan):
     plan = PLANS[plan]
     if way is own_loop and (plan.get("pp") != 2 or plan["schedule"] != "F-then-B"):
         pytest.skip("a loop of its own goes in microbatches through stages alone")
-    wanted = losses(*network(list(LAYERS)))
+    # Two draws of one shape with rows in other places are refused in a loop of its own.
+    names = [name for name in LAYERS if way is recorded or name not in ("times first", "columns")]
+    wanted = losses(*network(names))
     world = plan.get("pp", 1) * plan.get("dp", 1) * plan.get("tp", 1)
-    for found in run_ranks(way, world, list(LAYERS), plan):
+    for found in run_ranks(way, world, names, plan):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
