@@ -242,8 +242,8 @@ def _run(
         seen, whole = batch.compared(looker, first)
         late = batch.late(recording, calls, whole, first)
         if looker is not None and parts is not None and parts.avg is None:
-            mine, whole_nodes = ([entry.node for entry in each] for each in (calls, whole))
-            late += row_draws.note(mine, whole_nodes, looker.rows, parts.k_steps, looker.drawn)
+            of_part, of_batch = ([entry.node for entry in each] for each in (calls, whole))
+            late += row_draws.note(of_part, of_batch, looker.rows, parts.k_steps, looker.drawn)
         if looker is not None:
             looker.verdict.noted.clear()  # values, which Python's collector would be waited for
         if parts is not None and parts.avg is False:

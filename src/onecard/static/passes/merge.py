@@ -284,7 +284,7 @@ class _Merge:
             alike = given is None or (spec.layout.mesh is given.layout.mesh and spec.shape[0] == given.shape[0])
             return int(alike and rows == mine)
         whole = spec is None or not spec.layout.dims[0]
-        return given.shape[0] // mine if whole and rows == given.shape[0] else 0
+        return self._ranks() if whole and rows == given.shape[0] else 0
 
     def _rows(self, node: fx.Node, parts: list[fx.Node], ranks: int) -> fx.Node:
         """All microbatches' rows in the order of the batch: the ranks one after the other, as each has cut its own."""
