@@ -58,7 +58,10 @@ class Key(NamedTuple):
             dim, (before, rest) = dim + 1, divmod(before, size)
             if rest or not before:
                 break
-        raise ValueError(f"rows of {self.share} do not lie in one of the dims {[*apart[self.share.dim]]}")
+        raise ValueError(
+            f"the rows of a microbatch do not lie in one of the dims {[*apart[self.share.dim]]} of what is drawn: "
+            "microbatches=1, or draw ahead of the view that folds them"
+        )
 
     @staticmethod
     def unpack(packed: Tensor) -> Key:
