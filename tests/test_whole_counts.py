@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy, one_hot, pad, smooth_l1_loss
 
 import onecard as oc
 from onecard.errors import RecordingError
+from onecard.static.run.rechecked import Recounted
 from onecard.testing import run_ranks
 
 ROWS, CLASSES, CALLS = 16, 5, 4
@@ -277,6 +279,24 @@ def test_a_divisor_that_differs_much_later_is_told_at_once() -> None:
     y[:4] = 2
     with pytest.warns(UserWarning, match="scales by a value, of which each microbatch has its own"):
         run(x, y)
+
+
+class OnGpu(Tensor):
+    """A value that a host would wait for."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+def test_what_a_gpu_has_found_is_read_later() -> None:
+    """Nobody waits for it at each call, and what was found in between is told."""
+    differs, told = torch.zeros((), dtype=torch.bool), list[int]()
+    count = SimpleNamespace(said="differs", differing=lambda _: differs.clone().as_subclass(OnGpu))
+    recording, recounted = SimpleNamespace(counts=(count,)), Recounted()
+    for call in range(1, 70):
+        differs.fill_(call == 35)  # behind the look of call 32
+        if recounted.told(recording, ()):
+            told.append(call)
+    assert told == [64] and not recording.counts
 
 
 def _mean_of_tokens(o: Tensor, y: Tensor, per_token: Callable[..., Tensor]) -> Tensor:

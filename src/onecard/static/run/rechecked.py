@@ -78,11 +78,11 @@ class Recounted:
 
     def _differs(self, count: Any, leaves: Sequence[Any], reads: bool) -> bool:
         found = count.differing(leaves)
-        if isinstance(found, Tensor) and found.device.type != "cpu":
-            found = found | self._noted.get(id(count), (count, found))[1]
-            self._noted[id(count)] = count, found
-            return reads and bool(found)
-        return bool(found)
+        if not isinstance(found, Tensor):
+            return found
+        found = found | self._noted.get(id(count), (count, found))[1]
+        self._noted[id(count)] = count, found
+        return (reads or found.device.type == "cpu") and bool(found)
 
 
 def given_to(bound: Any, leaves: Sequence[Any]) -> Any:
