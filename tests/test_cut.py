@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from amounts import PROOF, patience
 from cut_programs import MODELS, K, trained
 from torch import Tensor, nn
@@ -131,3 +133,46 @@ def _fine_tuned() -> tuple[list[float], list[float]]:
 def test_batch_norm_that_is_frozen():
     for found, wanted in run_ranks(_fine_tuned, 2):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+class TimeMajor(nn.Module):
+    """Its result is a view with time first in memory, of which the gradient is none of kernels that make contiguous ones."""
+
+    def __init__(self, inside: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.norm, self.inside = nn.Linear(8, 8), nn.LayerNorm(8), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layer(self.norm(x)).transpose(0, 1).reshape(-1, 8)
+        return self.inside(made).view(x.shape[1], x.shape[0], 8).transpose(0, 1)
+
+
+LOSSES = [F.mse_loss, F.smooth_l1_loss, F.huber_loss, lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid())]
+
+
+def _time_major(loss: Callable[..., Tensor], stages: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(TimeMajor(f) for f in (torch.tanh, F.hardtanh, F.logsigmoid, F.hardswish)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        found = loss(model(x), y)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found.detach()
+
+    run = oc.to_static(step, stages=oc.Stages(K, schedule="1F1B")) if stages else step
+    draw = torch.Generator().manual_seed(9)
+    return [run(*torch.randn(2, 8, 3, 8, generator=draw)).item() for _ in range(3)]
+
+
+def _all_time_major() -> list[tuple[list[float], list[float]]]:
+    return [(_time_major(loss, True), _time_major(loss, False)) for loss in LOSSES]
+
+
+def test_strides_that_only_kernels_know():
+    """A step is written down without data, where torch gives some gradients other strides than its kernels do."""
+    for pairs in run_ranks(_all_time_major, 2):
+        for found, wanted in pairs:
+            assert found == pytest.approx(wanted, rel=1e-5)

@@ -102,7 +102,7 @@ class _Rank:
             self._unpack(packet, x)
         for node in self.nodes.get(tick, ()):
             self._check(node)
-            self.names[node] = copied_to(self.made, node, self._name)
+            self.names[node] = self._copied(node)
             self.done.add(node)
         for i, packet in self.sends.get(tick, ()):
             given = [self._name(c.value) for c in packet]
@@ -150,8 +150,17 @@ class _Rank:
                 raise RecordingError(
                     f"stages: {words(node)} is wanted on place {self.rank} before it is there: please report it"
                 )
-            self.names[node] = copied_to(self.made, node, self._name)
+            self.names[node] = self._copied(node)
         return self.names[node]
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        """A node here. The step was written down without data, and torch's functions without data give some results other strides
+        than kernels do (gradients of ``mse_loss``, ``layer_norm``, ``hardtanh``), of which a view need not exist: it may be a
+        copy wherever nobody writes to it."""
+        made = copied_to(self.made, node, self._name)
+        if made.target is aten.view.default and self.places.order.memory.steady(node):
+            made.target = aten.reshape.default
+        return made
 
     def _check(self, node: fx.Node) -> None:
         """The order of the whole step's memory holds in this rank's, too."""
