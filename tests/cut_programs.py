@@ -174,7 +174,7 @@ def lay_out(name: str, model: nn.Module, mesh: oc.ProcessMesh) -> None:
 def trained(
     name: str, stages: Any = None, steps: int = 5, mesh: oc.ProcessMesh | None = None, rows_of: int = 1
 ) -> tuple[list[list[float]], nn.Module, Any]:
-    """Losses and norms of gradients; by ``stages``, or on one card, a microbatch after the other.
+    """Losses and norms of gradients; by ``stages``, or on one card: batch norm takes a microbatch after the other there, too.
 
     Args:
         mesh: of axes "pp" and one more, on which the pipeline's tensors lie.
@@ -209,7 +209,9 @@ def trained(
             total += loss.detach()
         return total, finish()
 
-    run = on_one_card if stages is None else oc.to_static(step, stages=stages)
+    normalizes = any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+    alone = on_one_card if normalizes else step
+    run = alone if stages is None else oc.to_static(step, stages=stages)
     found = []
     for i in range(steps):
         torch.manual_seed(i)

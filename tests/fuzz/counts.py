@@ -54,10 +54,23 @@ WHOLE = (
     "F.cross_entropy(o * (1 / {count}), y)", "{sum}",
 )  # fmt: skip
 
+GROWING = (
+    "(len(y) - {w}.sum() + 1)", "({w}.sum() + len(y))", "(len(y) + 1 + {w}.sum())", "(x.numel() - {w}.sum())",
+    "(16 - {w}.sum())", "(4 + {w}.sum())", "(len(y) - {w}.sum()) + (4 + {w}.sum())", "({w}.sum() - 2 * len(y))",
+    "(len(y) - {w}.float().mean())", "(len(y) - {w}.sum() / 2)", "(len(y) - {w}.sum(0) * 2)",
+)  # fmt: skip
+GUARDED = (
+    "torch.where({count} > 3, {sum} / {count}, torch.zeros(()))", "torch.where({count} > 3, {sum} / {count}, 0.0)",
+    "({sum} / {count} * ({count} > 9))", "torch.where({count} <= 4, 0.0, {sum})", "torch.where({count} > len(y), {sum}, 0.0)",
+    "torch.where({count} > 3, {sum} / {count}, 1.0)", "torch.where({count} > 3, {sum} / {count}, {sum} * 0)",
+)  # fmt: skip
+"""Of seeds from 500,000 on."""
+
 
 def drawn(seed: int) -> str:
     """The text of a loss of ``o``, ``x`` and ``y``."""
     r = random.Random(seed)
+    counts, wholes = (COUNTS + GROWING, WHOLE + GUARDED) if seed >= 500_000 else (COUNTS, WHOLE)
 
     written = partial(_written, random.Random(~seed))
 
@@ -65,8 +78,8 @@ def drawn(seed: int) -> str:
         w, e = r.choice(WEIGHTS), r.choice(EACH)
         parts = {"w": w, "e": e, "i": r.randrange(CLASSES)}
         parts |= {name: written(parts[name]) for name in ("w", "e")}
-        total, count = (written(r.choice(table).format(**parts)) for table in (SUMS, COUNTS))
-        return r.choice(("", "0.1 * ", "2 * ")) + "(" + r.choice(WHOLE).format(sum=total, count=count, **parts) + ")"
+        total, count = (written(r.choice(table).format(**parts)) for table in (SUMS, counts))
+        return r.choice(("", "0.1 * ", "2 * ")) + "(" + r.choice(wholes).format(sum=total, count=count, **parts) + ")"
 
     return " + ".join(term() for _ in range(r.choice((1, 1, 1, 2, 2, 3))))
 

@@ -7,6 +7,7 @@ row stays apart in an operator whose rule may cut the factor in which the rows l
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
 from onecard.rules.call import Call, schema_of
 from onecard.rules.registry import bound_of
-from onecard.static.passes.dependence import ROWS, Kind, degree_of, may_count
+from onecard.static.passes.dependence import ROWS, Kind, Term, degree_of, may_count
 from onecard.static.passes.once import Once, cut
 from onecard.static.passes.row_kinds import makes_alike
 from onecard.static.passes.row_places import factor_of, of_two_rows, outer_of
@@ -38,8 +39,16 @@ EACH, SUM, AVERAGE, AFTER = "each", "sum", "average", "after"
 class Chain:
     """What a node depends on, and what of it is for what, if it is a count of the batch; ``known`` says so."""
 
-    def __init__(self, node: fx.Node, once: Once, order: dict[fx.Node, int], until: int, learns: set[fx.Node]) -> None:
-        self.once, self.order, self.learns = once, order, learns
+    def __init__(
+        self,
+        node: fx.Node,
+        once: Once,
+        order: dict[fx.Node, int],
+        until: int,
+        learns: set[fx.Node],
+        terms: Collection[Term] = (),
+    ) -> None:
+        self.once, self.order, self.learns, self.terms = once, order, learns, terms
         self.does: dict[fx.Node, str] = {}
         self.degrees: dict[fx.Node, int] = {}
         self.rows: set[fx.Node] = set()  # in which each row may still have its own
@@ -84,9 +93,14 @@ class Chain:
             return False  # what was the same for all is no longer
         if self._bends(node, given):
             return False
+        grows = term_of(node, self.terms) is not None
+        if not grows and any(one.line == node.meta.get("line") for one in self.terms) and _adds_value(node):
+            return False  # it may be one of those that grow
         if late := [n for n in given if self.does.get(n) in (SUM, AVERAGE, AFTER)]:
             alone = not any(n in self.rows or (self.does.get(n) == EACH and n not in self.fixed) for n in given)
             return alone and self._is(node, AFTER if _runs(node) else "", self._degree(node, late))
+        if grows:
+            return False
         if counting(node):
             return self._is(node, SUM, 1)
         if not isinstance(node.target, OpOverload) or effects(node):
@@ -224,6 +238,27 @@ def _by_rule(call: Call) -> Call:
         return call
     made.results = call.results
     return made
+
+
+def _adds(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and schema_of(node.target).functional in ("add", "sub", "rsub")
+
+
+def _adds_value(node: fx.Node) -> bool:
+    """Whether a node adds to a tensor what is no number of Python."""
+    return _adds(node) and not (len(node.args) > 1 and isinstance(node.args[1], int | float))
+
+
+def term_of(node: fx.Node, terms: Collection[Term]) -> int | None:
+    """The argument of a node that is a number of its microbatch, and as many times as large for the batch; None: it has none."""
+    return 1 if terms and added_number(node) in terms else None
+
+
+def added_number(node: fx.Node) -> Term | None:
+    """The number of Python that a node adds."""
+    if not _adds(node) or _adds_value(node):
+        return None
+    return Term(schema_of(node.target).functional, node.meta.get("line", ""), float(abs(node.args[1])))  # type: ignore
 
 
 def _runs(node: fx.Node) -> bool:

@@ -18,10 +18,16 @@ from onecard.static.passes.once import Once, cut
 from onecard.static.passes.row_draws import has_rows
 from onecard.static.passes.row_kinds import makes_alike
 from onecard.static.step.memory import effects
+from onecard.static.step.nodes import traits
 from onecard.static.step.order import draws
 from onecard.tensor.dist_tensor import DistTensor
 
 aten = torch.ops.aten
+_LITTLE = 1e-3
+_PLAIN = (
+    "mul", "div", "neg", "abs", "reciprocal", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "add", "sub", "rsub", "to",
+    "_to_copy", "copy", "true_divide",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,8 @@ class CountFinder:
         needed = self._needed(node, at)
         if any(map(has_rows, needed)):  # other numbers for each microbatch, which are not known ahead
             return None
+        if any(map(_bends, needed)):  # equal ones of all microbatches say nothing of the batch's
+            return None
         number = {n: i for i, n in enumerate(needed)}
         steps = [_step(n, number) for n in needed]
         if None in steps:
@@ -111,8 +119,11 @@ class CountFinder:
         return Count(tuple(steps), self.k)
 
     def counts(self, node: fx.Node, at: fx.Node) -> bool:
-        """Whether no parameter is in a node's value, as another one reads it, and no microbatch draws it for itself."""
+        """Whether the batch is in a node's value, as another one reads it, no parameter is, and no microbatch draws it for
+        itself."""
         needed = self._needed(node, at, values=True)
+        if not any(map(cut, needed)):
+            return False
         learns = any(n.op == "placeholder" and n.meta["input"].kind == "parameter" for n in needed)
         return not learns and not any(
             draws(n) and n not in self._keys for n in needed
@@ -132,6 +143,18 @@ class CountFinder:
                     wanted += [_labels(one)[0]] if _labels(one) else one.all_input_nodes
                 wanted += [n for n in self.memory.writers_to(one) if self.order[n] < end]
         return sorted(found, key=self.order.__getitem__)
+
+
+def _bends(node: fx.Node) -> bool:
+    """Whether a node makes of a sum another number than a multiple of it, or of its inverse. What guards a division by zero
+    (``clamp(min=1)``, ``+ 1e-6``) is left aside."""
+    sums = [n for n in node.all_input_nodes if "tensor" in n.meta and not n.meta["tensor"][0]]
+    if not sums or not isinstance(node.target, OpOverload) or makes_alike(schema := schema_of(node.target)):
+        return False
+    known = traits(node)
+    if schema.functional in ("add", "sub", "rsub") and len(node.args) > 1 and isinstance(node.args[1], int | float):
+        return abs(node.args[1]) > _LITTLE
+    return known.pointwise and not (known.views or known.copies or schema.functional in _PLAIN)
 
 
 def _step(node: fx.Node, number: dict[fx.Node, int]) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 ROWS, ADDS, ALIKE, COUNT, MIXED, UNKNOWN, PLACES = "rows", "adds", "alike", "count", "mixed", "unknown", "places"
 ORDER = "order"
+COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,14 @@ class Drawn:
     rows: int = 0
 
 
+class Term(NamedTuple):
+    """A number of a microbatch that a call adds: the size of its argument, by operator and line."""
+
+    name: str
+    line: str
+    number: float
+
+
 @dataclass
 class Verdict:
     """What a run has shown.
@@ -82,6 +91,7 @@ class Verdict:
         draws: of what was drawn, the shapes in their order.
         normalized: the lines that normalize a batch by its own mean and variance; ``summed``: that add a sum over rows to a value
             in which there is nothing of the batch.
+        terms: numbers that grow with the batch and are added to counts of it (``mask.numel() - mask.sum()``).
     """
 
     losses: list[Kind] = field(default_factory=list)
@@ -92,6 +102,7 @@ class Verdict:
     draws: list[tuple[int, ...]] = field(default_factory=list)
     normalized: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
+    terms: set[Term] = field(default_factory=set)
     unsure: bool = False
     open: bool = False
 
@@ -125,6 +136,8 @@ def placed(now: Sequence[int], then: Sequence[int], rows: int, k: int, known: Dr
 
 def degree_of(name: str, degrees: Mapping[int, int]) -> int:
     """The degree of a count that an operator makes of others, from theirs, by operand."""
+    if name in COMPARISONS:
+        return 0
     if name == "mul":
         return sum(degrees.values())
     if name in ("div", "reciprocal"):

@@ -94,7 +94,9 @@ def _divided(graph: fx.Graph, once: Once, k: int) -> Iterator[tuple[str, Count |
         elif not any(map(is_whole, node.args)):
             numbers = [n for n in (node.args[i] for i in scales(node)) if is_number(n) and once.has_own(n, node)]
             for by in numbers:
-                if node.target in DIVISIONS or counts.counts(by, node):  # a product of losses is no count
+                if node.target in (*DIVISIONS, aten.where.self) or counts.counts(
+                    by, node
+                ):  # a product of losses is no count
                     yield _of_division(words(node), "a value"), counts.of(by, node)
 
 

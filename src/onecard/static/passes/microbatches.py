@@ -147,7 +147,10 @@ class Microbatches:
         """The recording of the first microbatch, which divides by what the whole batch counts."""
         learns = {e.where for e in recording.effects if e.kind == "gradient"}
         results = results_of(recording, seen)
-        graph = with_whole_counts(recording.graph, self.k_steps, not self.sketched, learns, self.avg is None, results)
+        terms = seen.terms if seen is not None else ()
+        graph = with_whole_counts(
+            recording.graph, self.k_steps, not self.sketched, learns, self.avg is None, results, terms
+        )
         return recording if graph is recording.graph else recording.with_graph(graph)
 
     def merged(

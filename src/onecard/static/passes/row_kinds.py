@@ -88,7 +88,8 @@ class Kinds(RowNumbers):
         if (self.follows or grows) and not ours:
             return self._mixed(call, "takes the length of a microbatch, which is not the batch's", learns=True)
         if makes_alike(call.schema) or lifts(call.schema, call.results[r]):
-            return Kind(ALIKE, zero="zero" in name or (bool(given) and "lift" in name and value_of(given[0]) == 0))
+            lifted = bool(given) and "lift" in name and value_of(given[0]) == 0
+            return Kind(ALIKE, zero="zero" in name or lifted or (name == "scalar_tensor" and not call.values["s"]))
         if name == "arange" and tuple(call.results[r].shape) == (self.rows,) and not call.values.get("start"):
             return Kind(PLACES, size=self.rows)
         if kind := row_places.moved(call, kinds):
@@ -249,6 +250,8 @@ class Kinds(RowNumbers):
             return replace(
                 first, degree=degrees[0] + (degrees[1] if name == "mul" else -degrees[1]), learns=learns, counts=False
             )
+        if name == "where" and (kept := self._where_counted(given, kinds)) is not None:
+            return replace(kept, learns=learns, counts=False)
         if any(k.how == COUNT for _, k in told) or not is_linear(call, {i for i, _ in told}):
             return self._bent(call, learns)
         if len({k.degree for _, k in told}) > 1:
@@ -271,6 +274,14 @@ class Kinds(RowNumbers):
         where = f"{name} at {record.user_line()}"
         return replace(first if adds else Kind(COUNT, where=where), degree=degree, length=length, counts=False)
 
+    def _where_counted(self, given: list[Tensor], kinds: list[Kind | None]) -> Kind | None:
+        """Of ``where(n > 0, sum / n, 0)``: what is kept, as the whole batch's count says; None of any other choice."""
+        by, *others = kinds
+        kept = [k for k in others if k is not None and k.how == ADDS]
+        zeros = [k for k in others if k is not None and k.zero]
+        counted = by is not None and by.how == COUNT and not (by.learns or given[0].dim() or _trains(given[0]))
+        return kept[0] if counted and len(kept) == len(zeros) == 1 else None
+
     def _bent(self, call: Call, learns: bool) -> Kind:
         return self._mixed(call, "is not linear in what all rows give together", learns)
 
@@ -281,7 +292,7 @@ class Kinds(RowNumbers):
     def _all_terms(self, call: Call, kinds: list[Kind | None]) -> bool:
         """Whether each term is of what all rows have given, or of zeros."""
         if call.schema.functional in _SUMS and len(call.operands) == 1:
-            return self._adds_nothing(call)
+            return self.grows or self._adds_nothing(call)
         bound = bound_of(call)
         given = {i for i, k in enumerate(kinds) if k is not None and (k.how in (ADDS, COUNT) or k.zero)}
         return bound is None or all(given & {*term} for term in bound.terms)

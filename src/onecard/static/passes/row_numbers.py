@@ -14,7 +14,7 @@ from onecard.comm.base import record
 from onecard.comm.base.state import faked
 from onecard.rules.call import Call
 from onecard.rules.registry import bound_of
-from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, ROWS, Kind, Verdict, may_count, told
+from onecard.static.passes.dependence import ADDS, ALIKE, COMPARISONS, COUNT, ROWS, Kind, Term, Verdict, may_count, told
 from onecard.tensor.dist_tensor import DistTensor
 
 _POWERS = (0, 1, -1, 2, -2, 3, -3)
@@ -41,30 +41,32 @@ class RowNumbers:
         self.rows, self.before, self.k = rows, before, k
         self.lengths = {rows}  # and those of parts on a rank
         self.verdict = Verdict()
+        self._constant = set[Term]()  # numbers that are added and do not grow
         self.number: float | None = None
         self.first: float | None = None  # in the first look
         self.follows = False  # a number is another one for the whole batch, and no multiple by its length
+        self.grows = False  # one that is added to counts is as many times as large as the batch
         self.moved = False  # whether any number or tensor is another one than before
 
     def look(self, call: Call, given: list[Tensor], kinds: list[Kind | None], ours: Ours) -> None:
         """A call begins: which numbers it is given, of its own or in tensors in which there is nothing of the batch."""
-        self.number, self.first, self.follows = None, None, False
+        self.number, self.first, self.follows, self.grows = None, None, False, False
         if call.schema.functional == "slice" and self.before is None:
             self.verdict.unsure |= self._ends_with_rows(call, kinds[0])
         at = None
         if call.schema.functional in SCALES:
             number, at = _number(call.values.get("other"), given, kinds, ours, self.rows == 1)
-            self.number, self.first = number, self._note("scale", number)
+            self.number, self.first = number, self._note(call, "scale", number)
             self.follows = None not in (self.first, number) and self._power() is None
         for name in TERMS.get(call.schema.functional, ()):
             number, at = _number(call.values.get(name), given, kinds, ours, self.rows == 1)
-            self._term(number, self._note(name, number), any(k is not None and k.how in (ADDS, COUNT) for k in kinds))
+            self._term(call, number, self._note(call, name, number), kinds)
         if any(map(told, kinds)):
             self._others(call, given, kinds, ours, at)
 
-    def _note(self, what: str, value: Any) -> Any:
+    def _note(self, call: Call, what: str, value: Any) -> Any:
         """What the first look had in place of a value: in the same call of the same line; None if it had none."""
-        key = what, record.user_line()
+        key = f"{call.schema.functional} {what}", record.user_line()
         seen = self.verdict.noted.setdefault(key, [])
         seen.append(value)
         then = self.before.noted.get(key, ()) if self.before is not None else ()
@@ -72,23 +74,36 @@ class RowNumbers:
         self.moved |= found is not None and value is not None and not _same(found, value)
         return found
 
-    def _term(self, number: float | None, first: float | None, of_sums: bool) -> None:
+    def _term(self, call: Call, number: float | None, first: float | None, kinds: list[Kind | None]) -> None:
         """What is added, or bounds: it may be the length of the microbatch."""
+        sums, name = [k for k in kinds if k is not None and k.how in (ADDS, COUNT)], call.schema.functional
         if number is not None and self.before is None:
-            self.verdict.unsure |= of_sums and may_count(number, self.rows)
-        self.follows |= None not in (number, first) and number != first
+            self.verdict.unsure |= bool(sums) and may_count(number, self.rows)
+        if number is None or first is None:
+            return
+        term = Term(name, record.user_line(), first)
+        if number == first:
+            self._constant.add(term)
+            self.follows |= term in self.verdict.terms
+            return
+        counts = len(call.operands) == len(sums) == 1 and sums[0].degree == 1 and not (sums[0].learns or sums[0].length)
+        counts = counts and name in ("add", "sub", "rsub") and term not in self._constant
+        if counts and number == first * self.k:
+            self.grows = True
+            self.verdict.terms.add(term)
+        else:
+            self.follows = True
 
     def _others(self, call: Call, given: list[Tensor], kinds: list[Kind | None], ours: Ours, scale: int | None) -> None:
         """Exponents, weights and the like, and tensors that the step has made: they may be made of the length, too."""
         for name, value in call.values.items():
-            if call.schema.functional not in SCALES and (
-                type(value) is float or (type(value) is int and name in _NUMBERS)
-            ):
-                first = self._note(name, float(value))
+            counts = name in _NUMBERS or (name == "other" and call.schema.functional in COMPARISONS)
+            if call.schema.functional not in SCALES and (type(value) is float or (type(value) is int and counts)):
+                first = self._note(call, name, float(value))
                 self.follows |= first is not None and first != value
         for i, (x, kind) in enumerate(zip(given, kinds, strict=True)):
             if i != scale and not told(kind) and ours[i] and x.numel():
-                first, value = self._note(f"operand {i}", seen := _held(x, kind)), seen
+                first, value = self._note(call, f"operand {i}", seen := _held(x, kind)), seen
                 other = first is not None and first[0] == value[0] and not _equal(first[1], value[1])
                 self.follows |= other and not _is_unread(call, i)
 

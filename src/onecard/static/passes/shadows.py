@@ -79,7 +79,7 @@ class Shadows:
         own = [x for x in given if not self.has(x)]
         known = lifted or (schema.functional not in _GARBAGE and (not own or all(map(self._own, own))))
         of_one = known and not lifted and len(given) == 1
-        if of_one and (own or given[0] in self._whole) and _is_all_of(made[0], given[0]):
+        if of_one and (own or given[0] in self._whole) and _is_all_of(made[0], given[0], schema.views):
             self._whole[made[0]] = True
         if all(map(is_real, made)):
             for x in made if known or fill is not None else ():
@@ -128,8 +128,9 @@ class Shadows:
         return kwargs.get("fill_value", args[-1])
 
 
-def _is_all_of(x: Tensor, given: Tensor) -> bool:
-    return x.numel() == given.numel() and memory_of(x) == memory_of(given)
+def _is_all_of(x: Tensor, given: Tensor, views: bool) -> bool:
+    """Whether a tensor has all elements of another: a view, of what may be another one's stand-in without data."""
+    return x.numel() == given.numel() and (views or memory_of(x) == memory_of(given))
 
 
 def _targets(schema: Schema, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -17,8 +17,19 @@ import torch
 from torch import fx
 
 from onecard.static.passes.adding import added
-from onecard.static.passes.count_chain import AFTER, AVERAGE, EACH, NLL, SUM, Chain, counting, result_facts
-from onecard.static.passes.dependence import ADDS, COUNT, Kind
+from onecard.static.passes.count_chain import (
+    AFTER,
+    AVERAGE,
+    EACH,
+    NLL,
+    SUM,
+    Chain,
+    added_number,
+    counting,
+    result_facts,
+    term_of,
+)
+from onecard.static.passes.dependence import ADDS, COUNT, Kind, Term
 from onecard.static.passes.once import Once, phase_of
 from onecard.static.step.memory import GraphMemory
 from onecard.static.step.nodes import copied_to
@@ -51,19 +62,25 @@ def with_whole_counts(
     learns: Collection[Any] = (),
     rows: bool = True,
     results: Mapping[int, Kind] = {},
+    terms: Collection[Term] = (),
 ) -> fx.Graph:
     """The graph of one microbatch whose losses are scaled by what the batch counts, over ``k``; the same one if none is.
 
     ``learns``: the places of inputs that get gradients, which are in no count. ``rows``: what has rows may be scaled, too, as it
     is known that what comes of them is linear in it, or told. The nodes of such a count have "count" in their
-    meta: what they are for (``EACH``, ``SUM``, ``AVERAGE``, ``AFTER``). ``results``: how outputs depend on rows.
+    meta: what they are for (``EACH``, ``SUM``, ``AVERAGE``, ``AFTER``). ``results``: how outputs depend on rows. ``terms``: what
+    is added to counts of it, and grows with the batch.
     """
-    rewrite = _Rewrite(graph, Once(graph, training=training), k, learns, rows, results)
+    if not {*terms} <= {term for n in graph.nodes if (term := added_number(n)) is not None}:
+        return graph  # a number that would be left as it is
+    rewrite = _Rewrite(graph, Once(graph, training=training), k, learns, rows, results, terms)
     return rewrite.made() if rewrite.counts or rewrite.given else graph
 
 
 def scales(node: fx.Node) -> tuple[int, ...]:
     """The arguments by which a node may scale a loss."""
+    if node.target is aten.where.self:
+        return (0,)
     return (1, 0) if node.target is aten.mul.Tensor else (1,) if node.target in (*DIVISIONS, aten.mul_.Tensor) else ()
 
 
@@ -86,8 +103,9 @@ class _Rewrite:
         learns: Collection[Any],
         rows: bool,
         results: Mapping[int, Kind],
+        terms: Collection[Term],
     ) -> None:
-        self.graph, self.once, self.k, self.rows = graph, once, k, rows
+        self.graph, self.once, self.k, self.rows, self.terms = graph, once, k, rows, terms
         self.learns = {n for n in graph.find_nodes(op="placeholder") if _learns(n, learns)}
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.out = next(iter(reversed(graph.nodes)))
@@ -119,7 +137,7 @@ class _Rewrite:
         roots, until = self.once.memory.roots[node], self.order[at]
         if any(self.order[n] > until and roots & places for n, places in self.once.memory.writes.items()):
             return None
-        chain = Chain(node, self.once, self.order, until, self.learns)
+        chain = Chain(node, self.once, self.order, until, self.learns, self.terms)
         late = chain.known and chain.does[node] in (SUM, AVERAGE, AFTER)
         return _Count(node, chain.does, chain.degrees[node], node in chain.lengths) if late else None
 
@@ -190,7 +208,8 @@ class _Rewrite:
     def _scale(self, count: _Count, at: fx.Node) -> fx.Node:
         """A count, over the number of microbatches, ahead of the first node that scales by it."""
         made, facts = self._make(count, at), result_facts(at)
-        if facts and not made.meta["tensor"][2].is_floating_point:
+        dtype = made.meta["tensor"][2]
+        if facts and not (dtype.is_floating_point or dtype is torch.bool):
             made = self._put(AFTER, at, aten._to_copy.default, made, dtype=facts[2])
         return self._put(AFTER, at, aten.div.Tensor, made, self.k**count.degree) if count.degree else made
 
@@ -203,6 +222,8 @@ class _Rewrite:
             else:
                 copies[node] = copied_to(self.new, node, lambda n: copies.get(n, self.names[n]))
                 copies[node].meta.update(count=what, **_place(at))
+                if (place := term_of(node, self.terms)) is not None:
+                    copies[node].update_arg(place, node.args[place] * self.k)  # type: ignore[operator]
         return copies[count.node]
 
     def _of_loss(self, loss: fx.Node, like: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
