@@ -62,7 +62,9 @@ def data(name: str) -> Any:
 def machine_of(table: Any) -> oc.Machine:
     """The machine that a table names, with what it says of it otherwise."""
     given = dict(table["machine"])
-    known = oc.Machine.preset(given.pop("like"))
+    known, memory = oc.Machine.preset(given.pop("like")), given.pop("memory_by_kernels", {})
+    if memory and known.kernels is not None:
+        given["kernels"] = replace(known.kernels, memory={**known.kernels.memory, **memory})
     return replace(known, **given) if given else known
 
 
