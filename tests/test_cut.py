@@ -135,7 +135,7 @@ def test_batch_norm_that_is_frozen():
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-class TimeMajor(nn.Module):
+class TurnedBlock(nn.Module):
     """Its result is a view with time first in memory, of which the gradient is none of kernels that make contiguous ones."""
 
     def __init__(self, inside: Callable[[Tensor], Tensor]) -> None:
@@ -152,7 +152,7 @@ LOSSES = [F.mse_loss, F.smooth_l1_loss, F.huber_loss, lambda x, y: F.binary_cros
 
 def _time_major(loss: Callable[..., Tensor], stages: bool) -> list[float]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(TimeMajor(f) for f in (torch.tanh, F.hardtanh, F.logsigmoid, F.hardswish)))
+    model = nn.Sequential(*(TurnedBlock(f) for f in (torch.tanh, F.hardtanh, F.logsigmoid, F.hardswish)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: Tensor, y: Tensor) -> Tensor:

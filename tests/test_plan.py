@@ -313,3 +313,11 @@ def test_a_configuration_that_cannot_be_read(change: dict[str, Any], says: str) 
 
 def test_public_names() -> None:
     assert oc.Plan is Plan and oc.Transformer is Transformer
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("tensor_parallel", "tp"), ("accumulate_steps", "microbatches"), ("recomptue", "recompute")]
+)
+def test_a_field_as_others_call_it(name: str, meant: str) -> None:
+    with pytest.raises(PlanError, match=rf"Plan has no field '{name}'; did you mean '{meant}'\?"):
+        oc.Plan(**{name: 2})

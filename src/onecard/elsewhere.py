@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn
 
 _STAGE_1 = '`oc.shard_optimizer(opt, oc.ShardingStage1("dp", mesh))`'
@@ -134,7 +135,7 @@ def refuse(name: str) -> NoReturn:
     for library, names in ALL.items():
         if name in names:
             raise AttributeError(f"onecard has no {name!r} ({library}). In its place: {names[name]}", name=name)
-    raise AttributeError(f"module 'onecard' has no attribute {name!r}", name=name)
+    raise AttributeError(f"module 'onecard' has no attribute {name!r}", name=name, obj=sys.modules["onecard"])
 
 
 def table(names: dict[str, str]) -> str:

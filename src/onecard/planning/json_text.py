@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from onecard.errors import PlanError
+from onecard.planning.wanted import near
 
 Value = TypeVar("Value")
 Way = tuple[str | int, ...]
@@ -207,11 +208,3 @@ def _check_version(kind: str, found: Located, version: int) -> None:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def near(name: str, known: set[str]) -> str:
-    """What somebody may have meant, or all that there is."""
-    import difflib
-
-    likely = difflib.get_close_matches(name, sorted(known), 1)
-    return f"; did you mean {likely[0]!r}?" if likely else f"; there are {', '.join(sorted(known))}"

@@ -14,7 +14,7 @@ from onecard.planning import json_text
 from onecard.planning.fit import SIZES, Finding, findings, sizes_of
 from onecard.planning.page import difference, page
 from onecard.planning.transformer import Transformer
-from onecard.planning.wanted import Fields
+from onecard.planning.wanted import Fields, by_field
 
 Recompute = Literal["none", "selective", "operators", "full"]
 VERSION = 1
@@ -26,6 +26,7 @@ _SEVERAL = ("VPP", "BFS")
 _FOLDED = ("ZBV", "VHalf", "VMin", "DualPipeV")
 
 
+@by_field
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How a job runs, and nothing of the machine's state.

@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from onecard.planning import json_text
 from onecard.planning.hugging_face import sizes_of
-from onecard.planning.wanted import Fields, spoken
+from onecard.planning.wanted import Fields, by_field, spoken
 
 VERSION = 1
 
 
+@by_field
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
     """Sizes of a decoder-only transformer.

@@ -18,7 +18,7 @@ from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
 from onecard.rules.call import Call, schema_of
 from onecard.rules.registry import bound_of
-from onecard.static.passes.dependence import ROWS, Kind, Term, degree_of, may_count
+from onecard.static.passes.dependence import ROWS, AddedNumber, Kind, degree_of, may_count
 from onecard.static.passes.once import Once, cut
 from onecard.static.passes.row_kinds import makes_alike
 from onecard.static.passes.row_places import factor_of, of_two_rows, outer_of
@@ -46,7 +46,7 @@ class Chain:
         order: dict[fx.Node, int],
         until: int,
         learns: set[fx.Node],
-        terms: Collection[Term] = (),
+        terms: Collection[AddedNumber] = (),
     ) -> None:
         self.once, self.order, self.learns, self.terms = once, order, learns, terms
         self.does: dict[fx.Node, str] = {}
@@ -249,16 +249,16 @@ def _adds_value(node: fx.Node) -> bool:
     return _adds(node) and not (len(node.args) > 1 and isinstance(node.args[1], int | float))
 
 
-def term_of(node: fx.Node, terms: Collection[Term]) -> int | None:
+def term_of(node: fx.Node, terms: Collection[AddedNumber]) -> int | None:
     """The argument of a node that is a number of its microbatch, and as many times as large for the batch; None: it has none."""
     return 1 if terms and added_number(node) in terms else None
 
 
-def added_number(node: fx.Node) -> Term | None:
+def added_number(node: fx.Node) -> AddedNumber | None:
     """The number of Python that a node adds."""
     if not _adds(node) or _adds_value(node):
         return None
-    return Term(schema_of(node.target).functional, node.meta.get("line", ""), float(abs(node.args[1])))  # type: ignore
+    return AddedNumber(schema_of(node.target).functional, node.meta.get("line", ""), float(abs(node.args[1])))  # type: ignore
 
 
 def _runs(node: fx.Node) -> bool:

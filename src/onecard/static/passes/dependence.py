@@ -70,7 +70,7 @@ class Drawn:
     rows: int = 0
 
 
-class Term(NamedTuple):
+class AddedNumber(NamedTuple):
     """A number of a microbatch that a call adds: the size of its argument, by operator and line."""
 
     name: str
@@ -102,7 +102,7 @@ class Verdict:
     draws: list[tuple[int, ...]] = field(default_factory=list)
     normalized: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
-    terms: set[Term] = field(default_factory=set)
+    terms: set[AddedNumber] = field(default_factory=set)
     unsure: bool = False
     open: bool = False
 

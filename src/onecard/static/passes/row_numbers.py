@@ -14,7 +14,18 @@ from onecard.comm.base import record
 from onecard.comm.base.state import faked
 from onecard.rules.call import Call
 from onecard.rules.registry import bound_of
-from onecard.static.passes.dependence import ADDS, ALIKE, COMPARISONS, COUNT, ROWS, Kind, Term, Verdict, may_count, told
+from onecard.static.passes.dependence import (
+    ADDS,
+    ALIKE,
+    COMPARISONS,
+    COUNT,
+    ROWS,
+    AddedNumber,
+    Kind,
+    Verdict,
+    may_count,
+    told,
+)
 from onecard.tensor.dist_tensor import DistTensor
 
 _POWERS = (0, 1, -1, 2, -2, 3, -3)
@@ -41,7 +52,7 @@ class RowNumbers:
         self.rows, self.before, self.k = rows, before, k
         self.lengths = {rows}  # and those of parts on a rank
         self.verdict = Verdict()
-        self._constant = set[Term]()  # numbers that are added and do not grow
+        self._constant = set[AddedNumber]()  # numbers that are added and do not grow
         self.number: float | None = None
         self.first: float | None = None  # in the first look
         self.follows = False  # a number is another one for the whole batch, and no multiple by its length
@@ -81,7 +92,7 @@ class RowNumbers:
             self.verdict.unsure |= bool(sums) and may_count(number, self.rows)
         if number is None or first is None:
             return
-        term = Term(name, record.user_line(), first)
+        term = AddedNumber(name, record.user_line(), first)
         if number == first:
             self._constant.add(term)
             self.follows |= term in self.verdict.terms

@@ -29,7 +29,7 @@ from onecard.static.passes.count_chain import (
     result_facts,
     term_of,
 )
-from onecard.static.passes.dependence import ADDS, COUNT, Kind, Term
+from onecard.static.passes.dependence import ADDS, COUNT, AddedNumber, Kind
 from onecard.static.passes.once import Once, phase_of
 from onecard.static.step.memory import GraphMemory
 from onecard.static.step.nodes import copied_to
@@ -62,7 +62,7 @@ def with_whole_counts(
     learns: Collection[Any] = (),
     rows: bool = True,
     results: Mapping[int, Kind] = {},
-    terms: Collection[Term] = (),
+    terms: Collection[AddedNumber] = (),
 ) -> fx.Graph:
     """The graph of one microbatch whose losses are scaled by what the batch counts, over ``k``; the same one if none is.
 
@@ -103,7 +103,7 @@ class _Rewrite:
         learns: Collection[Any],
         rows: bool,
         results: Mapping[int, Kind],
-        terms: Collection[Term],
+        terms: Collection[AddedNumber],
     ) -> None:
         self.graph, self.once, self.k, self.rows, self.terms = graph, once, k, rows, terms
         self.learns = {n for n in graph.find_nodes(op="placeholder") if _learns(n, learns)}
