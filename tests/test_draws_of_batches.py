@@ -328,7 +328,7 @@ class Counts(nn.Module):
         return h
 
 
-def in_a_loop(layer, random_of_one_card=True):
+def in_a_loop(layer, random_of_one_card=True, backward=False):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), layer, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -336,21 +336,32 @@ def in_a_loop(layer, random_of_one_card=True):
     (x, y), *_ = batches(1)
     if random_of_one_card:
         with oc.one_card_random():
-            return F.cross_entropy(model(x), y).item()
+            loss = F.cross_entropy(model(x), y)
+            if backward:
+                loss.backward()
+            return loss.item()
     drawn = []
     for _ in range(2):
         drawn.append(F.cross_entropy(model(x), y).item())
     return drawn
 
 
-def refused(layer, error, words):
+class DrawsAnew(nn.Module):
+    """Its forward is computed again in backward, with other numbers."""
+
+    def forward(self, h):
+        return checkpoint(lambda x: F.dropout(x, 0.5), h, use_reentrant=False, preserve_rng_state=False)
+
+
+def refused(layer, error, words, backward=False):
     with pytest.raises(error, match=words):
-        in_a_loop(layer())
+        in_a_loop(layer(), backward=backward)
 
 
 def test_what_cannot_be_placed_is_refused():
     run_ranks(refused, 2, Seeds, DispatchError, "seeds torch's generator")
     run_ranks(refused, 2, shuffled, PlanError, "randperm at .* draws")
+    run_ranks(refused, 2, DrawsAnew, DispatchError, "draws anew in backward", True)
 
 
 def shuffled():

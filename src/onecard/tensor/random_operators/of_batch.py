@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from onecard._torch.names import in_backward
 from onecard.comm.base.record import user_line
 from onecard.comm.base.state import Kept
 from onecard.errors import DispatchError
@@ -47,6 +48,7 @@ class OfBatch:
             DispatchError: it does not draw as the first one has.
         """
         self.number, self.at, self.own, before = number, 0, 0, _now.here
+        _latest.here = self if self.count > 1 else None
         torch.default_generator.manual_seed(self._seed + number)
         _now.here = self
         try:
@@ -112,14 +114,23 @@ class OfBatch:
             raise self._refused(f"in what is drawn, {list(shape)}, nobody can tell where the batch's rows are")
         return found[0], 1
 
+    def in_backward(self) -> DispatchError:
+        """The error for what is drawn in the batch's backward, and was not drawn in a forward."""
+        return self._refused(
+            "it draws anew in backward, where the ranks' microbatches come in an order of their own (a hook, or "
+            "checkpoint(preserve_rng_state=False))"
+        )
+
     def _refused(self, why: str) -> DispatchError:
         return DispatchError(
-            f"a random operator at {user_line()}, in a forward that is taken in {self.count} microbatches: {why}, so that its "
+            f"a random operator at {user_line()}, of a model that is taken in {self.count} microbatches: {why}, so that its "
             "numbers would not be one card's: parallelize(..., microbatches=1)"
         )
 
 
 _now: Kept[OfBatch | None] = Kept(lambda: None)
+_latest: Kept[OfBatch | None] = Kept(lambda: None)
+"""Of the batch whose backward comes next."""
 _seen: Kept[OrderedDict[Key, Key]] = Kept(OrderedDict)
 """The latest keys that microbatches have drawn, and what each stands for: a forward may run again."""
 
@@ -129,4 +140,7 @@ def of_batch(generator: Any, shape: Sequence[int]) -> Key:
     if _now.here is not None:
         return _now.here.take(generator, shape)
     drawn = new_key(generator)
-    return _seen.here.get(drawn, drawn) if _seen.here else drawn
+    found = _seen.here.get(drawn) if _seen.here else None
+    if found is None and _latest.here is not None and in_backward():
+        raise _latest.here.in_backward()
+    return drawn if found is None else found
