@@ -303,10 +303,52 @@ def experts_beside_zero() -> None:
         fleet.group_sharded_parallel(net, torch.optim.AdamW(net.parameters(), LR), "os_g")
 
 
+def hooked_before() -> None:
+    """Hooks behind the accumulation that were there before ``distributed_model``: they see, and change, the whole gradient."""
+    begin(dp=2)
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    mine, seen = copy.deepcopy(alone), ([], [])
+    for net, found in zip((alone, mine), seen, strict=True):
+        net[0].bias.register_post_accumulate_grad_hook(lambda p, found=found: found.append(float(p.grad.sum())))
+        net[2].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clamp(-0.01, 0.01)))
+    model = fleet.distributed_model(mine)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    for net, rows in ((alone, x), (model, x.chunk(2)[oc.get_rank()])):
+        optimizer = torch.optim.SGD(net.parameters(), LR)
+        for _ in range(3):
+            net(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+    for p, expected in zip(mine.parameters(), alone.parameters(), strict=True):
+        close(p.detach(), expected.detach(), "hooked before")
+
+
+def inner_copies() -> None:
+    """``copy.deepcopy(model.module)``, as averages begin, at each level."""
+    begin(dp=2)
+    for level in ("", "os", "os_g"):
+        torch.manual_seed(0)
+        model: Any = fleet.distributed_model(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)))
+        optimizer: Any = torch.optim.SGD(model.parameters(), LR)
+        if level:
+            model, optimizer, _ = fleet.group_sharded_parallel(model, optimizer, level)
+        average = copy.deepcopy(model.module)
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+        before = average(x).detach()
+        close(before, model(x).detach(), level)
+        model(x).square().mean().backward()
+        optimizer.step()
+        assert torch.equal(average(x), before) and not torch.equal(model(x), before), level
+
+
 def two_ranks() -> None:
     experts_beside_zero()
     what_is_sent()
     asked_for()
+    hooked_before()
+    inner_copies()
     all_habits({"dp": 2})
     all_habits({"dp": 1, "mp": 2}, True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,6 +18,22 @@ from onecard.fleet.gradients import hooks, merging, pending
 from onecard.fleet.gradients.copies import compare, compare_given, equalise
 from onecard.fleet.grid.strategy import DistributedStrategy
 from onecard.fleet.zero.carried import Members, declare
+
+
+class _Around:
+    """A hook on a model that is its wrapper's. A copy of the model alone is of plain parameters where a level of ZeRO has made the
+    wrapper its own: that is not copied along."""
+
+    def __init__(self, wrapper: Any, name: str) -> None:
+        self.wrapper, self.name = wrapper, name
+
+    def __call__(self, *_: Any) -> None:
+        if self.wrapper is not None:
+            getattr(self.wrapper, self.name)()
+
+    def __deepcopy__(self, memo: Any) -> _Around:
+        alone = id(self.wrapper) not in memo and type(self.wrapper) is not DistributedModel
+        return _Around(None if alone else copy.deepcopy(self.wrapper, memo), self.name)
 
 
 class DistributedModel(nn.Module):
@@ -37,8 +54,8 @@ class DistributedModel(nn.Module):
         self._number, self._later, self._compared = sparse_check.serial("model"), sparse_check.serial("model"), -1
         self._given = sparse_check.serial("model")
         self._adopt()
-        module.register_forward_pre_hook(self._begin, prepend=True)
-        module.register_forward_hook(self._end)
+        module.register_forward_pre_hook(_Around(self, "_begin"), prepend=True)
+        module.register_forward_hook(_Around(self, "_end"))
 
     def _begin(self, *_: Any) -> None:
         """Before a forward with gradients: parameters that have come since are those of the fleet program, too.

@@ -88,7 +88,7 @@ def _hook(p: Tensor) -> None:
     p.requires_grad_(True)  # one that is frozen now may be trained later
     me = weakref.ref(p)
     _torch.hook_first(p, lambda grad: _before(me(), grad))
-    p.register_post_accumulate_grad_hook(_after)
+    _torch.hook_first_behind(p, _after)
     p.requires_grad_(trained)
 
 
