@@ -193,6 +193,43 @@ def test_a_planted_sum_is_seen() -> None:
         run_ranks(summed_twice, 2)
 
 
+def with_experts(degrees: dict[str, int], early: bool) -> list[Tensor]:
+    """This rank's parameters after steps of a mixture, and an average of them that a hook of the optimizer makes."""
+    data = begin(**degrees).data()
+    oc.manual_seed(0)
+    moe = mp.MoELayer(8, mp.GroupedExperts(4, 8, 12), {"type": "topk", "top_k": 2})
+    net = nn.Sequential(nn.Linear(8, 8), moe, nn.Linear(8, 4))
+    model = fleet.distributed_model(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = [p.detach().clone() for p in net.parameters()]
+
+    def follow(*_: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_lerp_(average, [p.detach() for p in net.parameters()], 0.3)
+
+    if early:
+        optimizer.register_step_post_hook(follow)
+    ours = fleet.distributed_optimizer(optimizer)
+    if not early:
+        ours.register_step_post_hook(follow)
+    draw = torch.Generator().manual_seed(4)
+    for _ in range(3):
+        x, y = torch.randn(8, 8, generator=draw), torch.randint(4, (8,), generator=draw)
+        mine = (t.chunk(data.size)[data.index] for t in (x, y))
+        cross_entropy(model(next(mine)), next(mine)).backward()
+        ours.step()
+        ours.zero_grad()
+    return [*(p.detach() for p in net.parameters()), *average]
+
+
+def test_experts_and_hooks_behind_the_step() -> None:
+    """Experts of which no other rank has a copy; a hook that was there before the optimizer was divided."""
+    wanted = run_ranks(with_experts, 2, {"dp": 2, "ep": 2}, False)
+    for early in (False, True):
+        found = run_ranks(with_experts, 2, {"dp": 1, "sharding": 2, "ep": 2}, early)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 class Branches(nn.Module):
     """A rank takes one of three layers of several sizes, by its rows."""
 

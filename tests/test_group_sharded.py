@@ -271,6 +271,35 @@ def test_words():
         fleet.save_group_sharded_model(net, "nowhere")  # type: ignore[arg-type]
 
 
+def converted() -> None:
+    """``Module.to`` between steps of "p_g_os": nothing where nothing changes, else refused; a part of the model, too."""
+    found = []
+    for between in (
+        lambda net: net,
+        lambda net: net.to(torch.float32),
+        lambda net: net[2].cpu(),
+        lambda net: net.float(),
+    ):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        net, optimizer, _ = fleet.group_sharded_parallel(net, torch.optim.AdamW(net.parameters(), 0.05), "p_g_os")
+        for _ in range(3):
+            loss = net(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            between(net)
+        found.append(float(loss.detach()))
+    assert len({*found}) == 1, found
+    for convert in (net.double, net[0].half, lambda: net.to(torch.bfloat16)):
+        with pytest.raises(FleetError, match=r"weight' would become .* convert the model before it"):
+            convert()
+
+
+def test_conversions_between_steps() -> None:
+    run_ranks(converted, 2)
+
+
 def recorded() -> None:
     cases = [("os", False, True), ("os_g", True, True), *product(("p_g_os",), (False, True), (False, True))]
     for level, overlap, policy in cases:

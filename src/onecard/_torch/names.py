@@ -287,15 +287,6 @@ def hook_first(p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
     (hooks := cast(Any, p)._backward_hooks).update({key: hooks.pop(key) for key in [*hooks] if key != handle.id})
 
 
-def hook_first_behind(p: Any, hook: Callable[[Tensor], None]) -> None:
-    """Call a hook behind a leaf's accumulation before those that it has there: autograd goes by the dict's order."""
-    theirs = dict(p._post_accumulate_grad_hooks or {})
-    for known in theirs:
-        del p._post_accumulate_grad_hooks[known]
-    p.register_post_accumulate_grad_hook(hook)
-    p._post_accumulate_grad_hooks.update(theirs)
-
-
 def has_hooks_beside(p: Any) -> bool:
     """Whether somebody has hooked a leaf besides one of ours."""
     return len(p._backward_hooks) > 1

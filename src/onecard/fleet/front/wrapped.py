@@ -21,8 +21,8 @@ from onecard.fleet.zero.carried import Members, declare
 
 
 class _Around:
-    """A hook on a model that is its wrapper's. A copy of the model alone is of plain parameters where a level of ZeRO has made the
-    wrapper its own: that is not copied along."""
+    """A hook on a model that is its wrapper's. Where ZeRO has made the wrapper its own, a copy of the model alone is of plain
+    parameters, and has none."""
 
     def __init__(self, wrapper: Any, name: str) -> None:
         self.wrapper, self.name = wrapper, name

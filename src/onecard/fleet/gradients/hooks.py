@@ -88,8 +88,17 @@ def _hook(p: Tensor) -> None:
     p.requires_grad_(True)  # one that is frozen now may be trained later
     me = weakref.ref(p)
     _torch.hook_first(p, lambda grad: _before(me(), grad))
-    _torch.hook_first_behind(p, _after)
+    _behind(p)
     p.requires_grad_(trained)
+
+
+def _behind(p: Any) -> None:
+    """Behind the accumulation ours comes before those that were there: autograd goes by the dict's order."""
+    theirs = dict(p._post_accumulate_grad_hooks or {})
+    for known in theirs:
+        del p._post_accumulate_grad_hooks[known]
+    p.register_post_accumulate_grad_hook(_after)
+    p._post_accumulate_grad_hooks.update(theirs)
 
 
 def _before(p: Any, grad: Tensor) -> Tensor | None:

@@ -48,7 +48,7 @@ def sync(parameters: Iterable[Tensor], step: bool = False, call: str = "gradient
             _sum_copies(p)
     over = {p: (states[p].rest if step else None) or holders.averaged_over(p) for p in changed}
     for group in _in_order(d for d in over.values() if d is not None):
-        mine = [p for p, d in over.items() if d is not None and d.ranks == group.ranks]
+        mine = [p for p, d in over.items() if d is not None and d.turn == group.turn]  # others may be the same ranks
         _reduce([_part(p) for p in mine], group, "avg")
         for p in mine:
             # An expert: backward brought a sum over several ranks' losses; what the program made of that is a mean already.

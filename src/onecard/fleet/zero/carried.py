@@ -43,6 +43,15 @@ def _over_apply(torchs: Any) -> Any:
     """``Module._apply`` writes to a module's dict of parameters, or exchanges what they are."""
 
     def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if (gathered := _gathered(self)) is not None:
+            for module in self.modules():
+                if (parts := _gathered(module)) is not None:
+                    parts.check_kept(*args)
+            self.__dict__["_parameters"] = {}
+            try:
+                return torchs(self, *args, **kwargs)
+            finally:
+                self.__dict__["_parameters"] = gathered
         before = {name: what for name, p in self._parameters.items() if (what := noted(p)) is not None}
         made = torchs(self, *args, **kwargs)
         for name, what in before.items():
@@ -50,6 +59,11 @@ def _over_apply(torchs: Any) -> Any:
         return made
 
     return _apply
+
+
+def _gathered(module: nn.Module) -> Any:
+    """The parameters of a module of level "p_g_os", which are parts between two uses; None of any other."""
+    return module._parameters if hasattr(module._parameters, "check_kept") else None
 
 
 def _over_deepcopy(torchs: Any) -> Any:

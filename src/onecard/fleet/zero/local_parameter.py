@@ -296,6 +296,20 @@ class _Gathered(FixedParameters):
         self._blocks.want(p)
         return p
 
+    def check_kept(self, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> None:
+        """Whether ``Module.to`` and the like leave parameters as they are.
+
+        Raises:
+            FleetError: they would get another dtype or device.
+        """
+        for name, p in dict.items(self):
+            made = None if p is None else convert(torch.empty(0, dtype=p.dtype, device=p.device))
+            if made is not None and (made.dtype, made.device) != (p.dtype, p.device):
+                raise FleetError(
+                    f'parameter {name!r} would become {made.dtype} on {made.device} after group_sharded_parallel("p_g_os"), '
+                    f"which has divided it as {p.dtype} on {p.device}: convert the model before it"
+                )
+
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self.plain else default
 

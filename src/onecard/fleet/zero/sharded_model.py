@@ -26,6 +26,7 @@ from onecard.errors import FleetError
 from onecard.fleet.gradients import holders, hooks, merging
 from onecard.fleet.gradients.twins import add_up_in, added, losses_of, pair, sum_of_losses, summand, trained, twin_of
 from onecard.fleet.grid import topology
+from onecard.fleet.zero import carried
 from onecard.fleet.zero.local_parameter import (
     FixedParameters,
     Layers,
@@ -80,6 +81,7 @@ class Sharded:
             become_local(p, twin, self, whole=level != "p_g_os")
         self.blocks: ParameterBlocks | None = None
         if level == "p_g_os":
+            carried.install()  # conversions of a model: also where no grid was laid
             pieces = {}
             for p, twin in self.twins.items():
                 spec, cut = twin._spec, stage.cut(twin)

@@ -26,7 +26,7 @@ from onecard.tensor import DistTensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec
 from onecard.train.summands import anywhere
-from onecard.train.zero.last_hooks import register_last
+from onecard.train.zero.last_hooks import register_first_behind, register_last
 from onecard.train.zero.master import exchange_all
 from onecard.train.zero.optimizer import keep_laid_out
 from onecard.train.zero.zero import ShardedUpdate, ShardingStage1
@@ -50,7 +50,7 @@ class ShardedOptimizer:
         update = ShardedUpdate(optimizer, self._stage)
         keep_laid_out(optimizer, update.lay_out)
         self._hide(optimizer)
-        optimizer.register_step_post_hook(lambda opt, *_: self._end(opt))
+        register_first_behind(optimizer, lambda opt, *_: self._end(opt))
         optimizer.register_load_state_dict_pre_hook(lambda opt, _: self._show(opt))
         optimizer.register_load_state_dict_post_hook(self._hide)
 

@@ -29,7 +29,7 @@ from onecard.tensor.spec import OWN, Spec
 from onecard.train.unmade import UnmadePart
 from onecard.train.zero import undivided
 from onecard.train.zero.blocks import BlockSpec, Policy, of_marks
-from onecard.train.zero.last_hooks import register_last
+from onecard.train.zero.last_hooks import register_first_behind, register_last
 from onecard.train.zero.master import Masters
 from onecard.train.zero.reducer import Reducer, reduce_gradients
 from onecard.train.zero.resume import lay_out_with
@@ -195,7 +195,7 @@ class ShardedUpdate:
                 'fleet.group_sharded_parallel(model, optimizer, "os")'
             )
         register_last(optimizer, self._begin)
-        optimizer.register_step_post_hook(self._end)
+        register_first_behind(optimizer, self._end)
         overlap = overlaps(stage.overlap, params)
         if isinstance(stage, ShardingStage3):
             taken = []
