@@ -17,6 +17,7 @@ from onecard.errors import DispatchError, PlanError
 from onecard.random import Key, fill, law
 from onecard.random.key import RowShare
 from onecard.random.variates import variates
+from onecard.static.passes import row_draws
 from onecard.testing import run_ranks
 
 NORMAL = law("normal_", torch.float32)
@@ -118,6 +119,12 @@ def times_first(h):
     )
 
 
+def attends(h):
+    """Attention without dropout draws nothing, whatever torch says of it."""
+    parts = h.view(-1, 1, 4, 4)
+    return h + F.scaled_dot_product_attention(parts, parts, parts, is_causal=True).reshape(-1, 16)
+
+
 def dropped_path(h):
     return h + h.tanh() * (0.7 + torch.rand((h.shape[0], 1), dtype=h.dtype)).floor()
 
@@ -141,6 +148,7 @@ LAYERS = {
     "a mask of columns": lambda: Of(lambda h: h * (torch.rand(16) > 0.3)[torch.randperm(16)]),
     "recomputed": Again,
     "attention": Attention,
+    "attention without": lambda: Of(attends),
 }
 
 
@@ -305,6 +313,13 @@ def test_rows_that_nobody_finds_are_told():
         warnings.simplefilter("always")
         losses(model, torch.optim.SGD(model.parameters(), lr=0.05), lambda step: oc.to_static(step, k_steps=2))
     assert any("nobody can tell where the batch's rows are" in str(w.message) for w in said), said
+
+
+def test_what_draws_beside_keys_is_told(monkeypatch):
+    """Were attention without dropout an operator that draws by torch's own generator."""
+    monkeypatch.setattr(row_draws, "draws_by", lambda func, *_: torch.Tag.nondeterministic_seeded in func.tags)
+    with pytest.warns(UserWarning, match="draws keys, beside what torch draws itself"):
+        losses(*network(["dropout", "attention without"]), lambda step: oc.to_static(step, k_steps=2))
 
 
 # -- a plain model in stages -------------------------------------------------------------------------------------------------

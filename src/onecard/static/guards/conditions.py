@@ -12,6 +12,7 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.errors import RecordingError
 from onecard.static.step.memory import GraphMemory
+from onecard.static.step.nodes import draws_by
 
 
 def asked(
@@ -77,17 +78,8 @@ def answered_otherwise(conditions: fx.Graph, names: Sequence[str], before: Seque
 def _draws(node: fx.Node) -> bool:
     target: Any = node.target
     if isinstance(target, OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags and _rate(node, target) != 0
+        return draws_by(target, node.args, node.kwargs)
     return getattr(target, "__name__", "") == "_drawn"
-
-
-def _rate(node: fx.Node, func: OpOverload) -> Any:
-    """The dropout of attention and of recurrent layers: without it they draw nothing, though torch marks them as if they did."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            return argument.default_value if given is None else given
-    return None
 
 
 def _needed(graph: fx.Graph, wanted: Sequence[fx.Node], memory: GraphMemory) -> set[fx.Node]:

@@ -35,6 +35,7 @@ from onecard.static.passes.row_gradients import Passes
 from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
 from onecard.static.passes.row_numbers import SCALES, TERMS, is_real, value_of
 from onecard.static.passes.shadows import Shadows, memory_of
+from onecard.static.step.nodes import draws_by
 from onecard.tensor.convert import telling
 from onecard.tensor.dispatch.build import meta_of
 from onecard.tensor.dist_tensor import DistTensor
@@ -182,7 +183,7 @@ class Additive(DispatchMode):
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):  # a call that no rule was made for
             lost = Kind(UNKNOWN, where=f"{schema.functional} at {record.user_line()}")
             found = [lost if any(map(told, map(self.known.get, given))) else None] * len(made)
-        draws = torch.Tag.nondeterministic_seeded in func.tags
+        draws = draws_by(func, args, kwargs)
         place = next((at for x in given if (at := self._place(x)) is not None), None) if draws else None
         if draws and made:
             rows = self._drawn_in_rows(schema, made[0], place)

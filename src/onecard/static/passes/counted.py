@@ -119,10 +119,10 @@ class CountFinder:
         return Count(tuple(steps), self.k)
 
     def counts(self, node: fx.Node, at: fx.Node) -> bool:
-        """Whether the batch is in a node's value, as another one reads it, no parameter is, and no microbatch draws it for
+        """Whether the batch, or what is drawn for it, is in a node's value, no parameter is, and no microbatch draws it for
         itself."""
         needed = self._needed(node, at, values=True)
-        if not any(map(cut, needed)):
+        if not any(cut(n) or has_rows(n) for n in needed):
             return False
         learns = any(n.op == "placeholder" and n.meta["input"].kind == "parameter" for n in needed)
         return not learns and not any(

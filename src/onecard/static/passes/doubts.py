@@ -12,6 +12,7 @@ from torch import fx
 
 from onecard._torch.names import OpOverload
 from onecard.comm.base.state import faked
+from onecard.static.passes import row_draws
 from onecard.static.passes.count_chain import NLL
 from onecard.static.passes.counted import Count, CountFinder, not_ignored
 from onecard.static.passes.dependence import Doubt, Verdict
@@ -59,6 +60,14 @@ def doubts(
         for n in once.kept()
         if not (seen is None or "batch_norm" in str(n.target) or n.meta["line"] in (*seen.normalized, *seen.summed))
     ]
+    if seen is not None and (others := row_draws.left_out([*graph.nodes], once.keys, once.tail)):
+        said.append(
+            Doubt(
+                f"{words(others[0])} draws keys, beside what torch draws itself or what is drawn behind the optimizer's step: "
+                f"the random numbers of the step are drawn for one of {k} microbatches after the other, and are not the batch's",
+                False,
+            )
+        )
     said += [
         Doubt(
             f"{words(n)}, in a hook or a Function, is not linear in the gradient, and what it is given there is a microbatch's: "

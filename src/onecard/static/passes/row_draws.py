@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Sequence
 from inspect import unwrap
 from typing import Any
 
-import torch
 from torch import fx
 
 from onecard._torch.names import OpOverload
@@ -20,7 +19,7 @@ from onecard.random.key import RowShare
 from onecard.random.variates import variates
 from onecard.static.capture import randomness
 from onecard.static.passes.dependence import Doubt, Drawn, placed
-from onecard.static.step.nodes import called
+from onecard.static.step.nodes import called, draws_by
 
 _KEY: Any = unwrap(key._drawn)
 _PACKS: Any = unwrap(key._packed), unwrap(key._unpacked)
@@ -88,9 +87,7 @@ def of_batch(nodes: Sequence[fx.Node], tail: Collection[fx.Node]) -> set[fx.Node
     found, late = set[fx.Node](), False
     for node in nodes:
         keyed = node.target is _KEY or node.target in _STATES
-        if not keyed and not (
-            isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        ):
+        if not keyed and not (isinstance(node.target, OpOverload) and draws_by(node.target, node.args, node.kwargs)):
             continue
         if node in tail:
             late = True
@@ -99,6 +96,12 @@ def of_batch(nodes: Sequence[fx.Node], tail: Collection[fx.Node]) -> set[fx.Node
         else:
             found.add(node)
     return found
+
+
+def left_out(nodes: Sequence[fx.Node], keys: Collection[fx.Node], tail: Collection[fx.Node]) -> list[fx.Node]:
+    """Draws that are placed, of a step whose keys are not drawn once for all: something else draws besides."""
+    mine = [n for n in nodes if n.target is _KEY and n not in tail]
+    return [] if keys or not all(map(_is_placed, mine)) else mine
 
 
 def _is_placed(node: fx.Node) -> bool:

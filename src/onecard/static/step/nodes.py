@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from onecard._torch.graphs import node_copied, node_made
@@ -58,3 +59,17 @@ def traits(node: fx.Node) -> Traits:
 def kernel(*given: Any) -> Any:
     """What stands for several operators that are compiled into one (``passes/fused.py``): it is priced, and never runs."""
     raise NotImplementedError("a kernel of a graph that was made to be priced: it has no code")
+
+
+def draws_by(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of torch's draws random numbers.
+
+    Attention and recurrent layers without dropout draw none, though torch marks them as if they did.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            return bool((argument.default_value if given is None else given) != 0)
+    return True
