@@ -522,3 +522,42 @@ def test_the_page_shows_what_the_check_says_and_all_ranks_end(number, tmp_path):
     printed = show(tmp_path, source, ONECARD_CHECK="1").replace(f"{tmp_path.resolve()}/", "")
     flat = re.sub(r"[\s│]+", " ", printed)
     assert re.sub(r"\s+", " ", expected).strip() in flat, printed
+
+
+def marked() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = oc.shard_layer(nn.Linear(2, 2), oc.ProcessMesh([0], ["dp"]))
+    return net, torch.optim.SGD(net.parameters(), 0.1)
+
+
+WRONG_ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "another axis": (
+        lambda: oc.shard_optimizer(marked()[1], oc.ShardingStage1("data")),
+        r"ShardingStage1\('data'\): no mesh .* \['dp'\]: onecard.ShardingStage1\('dp'\)",
+    ),
+    "no stage": (lambda: oc.shard_optimizer(marked()[1], 1), r"shard_optimizer\(optimizer, 1\): want a stage of ZeRO"),
+    "a class": (lambda: oc.shard_optimizer(marked()[1], oc.ShardingStage1), "want a stage of ZeRO, such as"),
+    "a dict of plans": (
+        lambda: oc.shard_layer(nn.Linear(2, 2), oc.ProcessMesh([0], ["dp"]), {"weight": 0}),
+        "shard_fn is a dict: want a function",
+    ),
+    "turned": (
+        lambda: oc.shard_layer(oc.ProcessMesh([0], ["dp"]), nn.Linear(2, 2)),
+        r"shard_layer\(ProcessMesh, Linear\): want shard_layer\(module, mesh",
+    ),
+    "a plan by place": (lambda: oc.parallelize(nn.Linear(2, 2), oc.Plan()), "a plan is given by name"),
+    "a dict for a plan": (
+        lambda: oc.parallelize(nn.Linear(2, 2), plan={"dp": 1}),
+        "a plan is given by name, as an oc.Plan",
+    ),
+    "zero of nothing": (
+        lambda: oc.parallelize(nn.Linear(2, 2), plan=oc.Plan(zero=3)),
+        r"zero=3 divides an optimizer's states, and no optimizer is given: parallelize\(model, optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_wrong_arguments_are_named(name: str) -> None:
+    call, words = WRONG_ARGUMENTS[name]
+    with pytest.raises(OnecardError, match=words):
+        call()

@@ -226,6 +226,16 @@ def parallelize(
             "oc.parallelize takes batches and an oc.Plan, or finds one",
             "plan",
         )
+    if isinstance(optimizer, Plan) or isinstance(loader, Plan) or not isinstance(plan, Plan | str | Path):
+        raise PlanError(
+            "parallelize: a plan is given by name, as an oc.Plan: parallelize(model, optimizer, plan=oc.Plan(dp=2))"
+        )
+    if isinstance(plan, Plan) and plan.zero and not optimizer:
+        raise PlanError(
+            f"parallelize(model, plan=): zero={plan.zero} divides an optimizer's states, and no optimizer is given: "
+            "parallelize(model, optimizer, plan=...), or zero=0",
+            "zero",
+        )
     if plan == "auto":
         plan = _found(model, loader, loss, machine, memory)
     applied = Applied(plan if isinstance(plan, Plan) else Plan.load(plan))

@@ -57,6 +57,16 @@ def shard_layer(
         >>> layer.weight.placements
         (Replicate(),)
     """
+    if not isinstance(module, nn.Module) or not isinstance(mesh, ProcessMesh):
+        given = f"{type(module).__name__}, {type(mesh).__name__}"
+        raise LayoutError(
+            f"shard_layer({given}): want shard_layer(module, mesh, shard_fn): an nn.Module, then a ProcessMesh"
+        )
+    if shard_fn is not None and not callable(shard_fn):
+        raise LayoutError(
+            f"shard_layer: shard_fn is a {type(shard_fn).__name__}: want a function shard_fn(name, submodule, mesh) that assigns "
+            "what is divided: submodule.weight = onecard.shard_tensor(submodule.weight, mesh, [onecard.Shard(0)])"
+        )
     moved: dict[int, Any] = {}  # what has taken the place of a plain tensor, by its id
     kept: list[Any] = []  # the plain tensors, so that no id is used again
     refuse_lazy(module, "oc.shard_layer", LayoutError)

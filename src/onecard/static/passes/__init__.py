@@ -15,6 +15,7 @@ from torch import fx
 from onecard._torch.graphs import copy_of, emptied
 from onecard.comm.base.state import Kept
 from onecard.errors import RecordingError
+from onecard.static.capture import autocast
 from onecard.static.passes.buckets import small_together
 from onecard.static.passes.common_subexpressions import equal_nodes
 from onecard.static.passes.dead import dead_nodes
@@ -59,7 +60,7 @@ def chosen(options: StaticOptions, most: int | None = None) -> dict[str, Pass]:
     if options.kernels not in KERNELS:
         raise RecordingError(f"kernels={options.kernels!r} is not one of {', '.join(map(repr, KERNELS))}")
     if unknown := [name for name in also if name not in ASKED]:
-        raise RecordingError(f"also={unknown[0]!r}: the passes to ask for are {', '.join(ASKED)}")
+        raise RecordingError(f"also={unknown[0]!r}: the passes to ask for are {', '.join([*ASKED, *autocast.DTYPES])}")
     if unknown := [name for name in without if name not in (*PASSES, ROWS)]:
         raise RecordingError(f"there is no pass {unknown[0]!r}; there are {', '.join(PASSES)}")
     asked = {name: run for name, run in ASKED.items() if name in (*also, options.kernels)}

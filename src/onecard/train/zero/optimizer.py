@@ -62,6 +62,13 @@ def shard_optimizer(
         >>> shard_optimizer(torch.optim.SGD([weight], lr=0.1)).__class__.__name__
         'SGD'
     """
+    if isinstance(shard_fn, type) or not (
+        shard_fn is None or isinstance(shard_fn, ShardingStage1) or callable(shard_fn)
+    ):
+        raise LayoutError(
+            f"shard_optimizer(optimizer, {shard_fn!r}): want a stage of ZeRO, such as onecard.ShardingStage1('dp', mesh), or a "
+            "function of (key, param, state)"
+        )
     _check_current(optimizer)
     if isinstance(shard_fn, ShardingStage1):
         stage = shard_fn if overlap is None else replace(shard_fn, overlap=overlap)

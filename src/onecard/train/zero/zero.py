@@ -194,6 +194,12 @@ class ShardedUpdate:
                 "with placements, after oc.shard_layer(model, mesh); for local parameters: "
                 'fleet.group_sharded_parallel(model, optimizer, "os")'
             )
+        if params and stage.axis is not None and all(stage._axis(mesh) is None for mesh in (p.mesh for p in params)):
+            name = type(stage).__name__
+            raise LayoutError(
+                f"{name}({stage.axis!r}): no mesh of the optimizer's parameters has this axis; {params[0].mesh!r} has "
+                f"{params[0].mesh.dim_names}: onecard.{name}({params[0].mesh.dim_names[0]!r})"
+            )
         register_last(optimizer, self._begin)
         register_first_behind(optimizer, self._end)
         overlap = overlaps(stage.overlap, params)
