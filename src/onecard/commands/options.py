@@ -182,14 +182,14 @@ def check_fixed(fixed: Mapping[str, Any]) -> None:
         PlanError: a value is of the wrong kind, or none of those that there are.
     """
     for name, value in fixed.items():
+        if name not in (*FLAGS, "placements"):  # a field of the model
+            raise PlanError(f"--fixed {name}={value}: that is the model's; a plan has {', '.join(FLAGS)}")
         try:
             Plan(**{name: value})
         except PlanError as why:
             begin = f"Plan: {name}="  # one that begins otherwise is of two fields, of which one is not known yet
             if str(why).startswith(begin):
                 raise PlanError(f"--fixed {name}={str(why).removeprefix(begin)}") from None
-        except TypeError:  # a field of the model
-            raise PlanError(f"--fixed {name}={value}: that is the model's; a plan has {', '.join(FLAGS)}") from None
 
 
 _EXAMPLES = {"set": "microbatch=4", "define": "NNODES=16", "fixed": "tp=2", "rename": "model.*=*"}

@@ -24,6 +24,9 @@ from onecard.tensor.dist_tensor import DistTensor
 
 aten = torch.ops.aten
 _LITTLE = 1e-3
+_COUNTS = (
+    "sum", "count_nonzero", "cumsum", "bincount", "histc", "scatter_add", "index_add", "dot", "mv", "mm", "linalg_vector_norm",
+)  # fmt: skip
 _PLAIN = (
     "mul", "div", "neg", "abs", "reciprocal", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "add", "sub", "rsub", "to",
     "_to_copy", "copy", "true_divide",
@@ -109,7 +112,9 @@ class CountFinder:
         needed = self._needed(node, at)
         if any(map(has_rows, needed)):  # other numbers for each microbatch, which are not known ahead
             return None
-        if any(map(_bends, needed)):  # equal ones of all microbatches say nothing of the batch's
+        if any(map(_sums, needed)) and any(
+            map(_bends, needed)
+        ):  # equal ones of all microbatches say nothing of the batch's
             return None
         number = {n: i for i, n in enumerate(needed)}
         steps = [_step(n, number) for n in needed]
@@ -143,6 +148,11 @@ class CountFinder:
                     wanted += [_labels(one)[0]] if _labels(one) else one.all_input_nodes
                 wanted += [n for n in self.memory.writers_to(one) if self.order[n] < end]
         return sorted(found, key=self.order.__getitem__)
+
+
+def _sums(node: fx.Node) -> bool:
+    """Whether a node counts or adds: of a batch it is more than of a microbatch, where a mean or a maximum may be the same."""
+    return bool(_labels(node)) or (isinstance(node.target, OpOverload) and schema_of(node.target).functional in _COUNTS)
 
 
 def _bends(node: fx.Node) -> bool:
