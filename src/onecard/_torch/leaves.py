@@ -36,6 +36,18 @@ def has_tangent(x: Tensor) -> bool:
     return forward_mode() and forward_ad.unpack_dual(x).tangent is not None
 
 
+def hook_first_behind(p: Any, hook: Callable[[Any], None], stay: type | tuple[()] = ()) -> None:
+    """Call a hook behind a leaf's accumulation ahead of those that it has there, but for hooks of a kind that ``stay``.
+
+    Autograd goes by the dict itself, past the order of an OrderedDict.
+    """
+    theirs = [(n, call) for n, call in (p._post_accumulate_grad_hooks or {}).items() if not isinstance(call, stay)]
+    for known, _ in theirs:
+        del p._post_accumulate_grad_hooks[known]
+    Tensor.register_post_accumulate_grad_hook(p, hook)  # not what a subclass makes of it for users
+    p._post_accumulate_grad_hooks.update(theirs)
+
+
 def used_before(x: Tensor, refuse: Callable[[Any], None]) -> None:
     """A backward pass to a leaf by a graph that is there already ends in ``refuse``, once another object is in its place."""
     uses: Any = x  # a name that torch's own types leave out

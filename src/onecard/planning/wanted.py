@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -45,7 +46,7 @@ def near(name: str, known: Collection[str]) -> str:
 def by_field(made: type[_T]) -> type[_T]:
     """A dataclass that says which field somebody may have meant, where it has none of a name."""
     begin: Any = made.__init__
-    known = getattr(made, "__dataclass_fields__")  # noqa: B009
+    known = [field.name for field in fields(made)]  # type: ignore[arg-type]
 
     @wraps(begin)
     def init(self: Any, *args: Any, **given: Any) -> None:

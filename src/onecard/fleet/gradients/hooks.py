@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.overrides import get_default_nowrap_functions
 from torch.utils.weak import WeakIdKeyDictionary
 
+from onecard._torch import leaves, patches
 from onecard._torch import names as _torch
-from onecard._torch import patches
 from onecard.comm.base.state import Kept
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
@@ -88,17 +88,8 @@ def _hook(p: Tensor) -> None:
     p.requires_grad_(True)  # one that is frozen now may be trained later
     me = weakref.ref(p)
     _torch.hook_first(p, lambda grad: _before(me(), grad))
-    _behind(p)
+    leaves.hook_first_behind(p, _after)
     p.requires_grad_(trained)
-
-
-def _behind(p: Any) -> None:
-    """Behind the accumulation ours comes before those that were there: autograd goes by the dict's order."""
-    theirs = dict(p._post_accumulate_grad_hooks or {})
-    for known in theirs:
-        del p._post_accumulate_grad_hooks[known]
-    p.register_post_accumulate_grad_hook(_after)
-    p._post_accumulate_grad_hooks.update(theirs)
 
 
 def _before(p: Any, grad: Tensor) -> Tensor | None:

@@ -24,9 +24,8 @@ from onecard.tensor.dist_tensor import DistTensor
 
 aten = torch.ops.aten
 _LITTLE = 1e-3
-_COUNTS = (
-    "sum", "count_nonzero", "cumsum", "bincount", "histc", "scatter_add", "index_add", "dot", "mv", "mm", "linalg_vector_norm",
-)  # fmt: skip
+_ALIKE = ("max", "min", "amax", "amin", "mean", "any", "all")
+"""What is of equal microbatches what it is of their batch."""
 _PLAIN = (
     "mul", "div", "neg", "abs", "reciprocal", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "add", "sub", "rsub", "to",
     "_to_copy", "copy", "true_divide",
@@ -151,8 +150,13 @@ class CountFinder:
 
 
 def _sums(node: fx.Node) -> bool:
-    """Whether a node counts or adds: of a batch it is more than of a microbatch, where a mean or a maximum may be the same."""
-    return bool(_labels(node)) or (isinstance(node.target, OpOverload) and schema_of(node.target).functional in _COUNTS)
+    """Whether a node makes a number of many that is another one of the batch, where those of its microbatches are equal."""
+    if _labels(node):
+        return True
+    if not isinstance(node.target, OpOverload) or "tensor" not in node.meta or node.meta["tensor"][0]:
+        return False
+    of_many = any("tensor" in n.meta and n.meta["tensor"][0] for n in node.all_input_nodes)
+    return of_many and schema_of(node.target).functional not in _ALIKE
 
 
 def _bends(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
+from onecard._torch import leaves
 from onecard._torch import names as _torch
 from onecard.comm.issue.ranks import of_ranks
 from onecard.tensor import DistTensor
@@ -271,13 +272,7 @@ def hook(param: Any, before: Callable[[Any], None] | None, after: Callable[[Any]
     param.requires_grad_(True)
     if before is not None:
         Tensor.register_hook(param, before)  # not what a subclass makes of it for users
-    theirs = [
-        (n, call) for n, call in (param._post_accumulate_grad_hooks or {}).items() if not isinstance(call, _Added)
-    ]
-    for known, _ in theirs:  # autograd reads the dict itself, past the order of an OrderedDict
-        del param._post_accumulate_grad_hooks[known]
-    Tensor.register_post_accumulate_grad_hook(param, _Added(after))
-    param._post_accumulate_grad_hooks.update(theirs)
+    leaves.hook_first_behind(param, _Added(after), _Added)
     param.requires_grad_(trained)
 
 
