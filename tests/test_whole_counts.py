@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, one_hot, pad, smooth_l1_loss
 
 import onecard as oc
 from onecard.errors import RecordingError
+from onecard.static.passes import microbatches
 from onecard.static.run.rechecked import Recounted
 from onecard.testing import run_ranks
 
@@ -211,6 +212,19 @@ def test_a_mean_of_means_is_another_number() -> None:
         [[float(step(x, y)[0]) for x, y in zip(x.chunk(4), y.chunk(4), strict=True)] for x, y in batches()]
     )
     assert (means[0].mean() - ONE_CARD["masked"][0][0]).abs() > 1e-4
+
+
+def test_equal_counts_say_nothing_of_what_is_bent(monkeypatch) -> None:
+    """Where counts cannot be followed to the batch: of equal ones a multiple may be divided by, not what is asked of them."""
+    monkeypatch.setattr(microbatches, "with_whole_counts", lambda graph, *_: graph)
+
+    def losses(bent: Callable[[Tensor], Tensor], k: int | None) -> Tensor:
+        return counts.trains(lambda o, x, y: cross_entropy(o, y, reduction="sum") * bent((y >= 0).sum()), k)[0]
+
+    torch.testing.assert_close(losses(torch.reciprocal, 4), losses(torch.reciprocal, None), rtol=1e-5, atol=0.0)
+    for bent in (lambda n: n > 13, torch.rsqrt, lambda n: 1 / (n + 1)):
+        with pytest.raises(RecordingError, match="scales by a value"):
+            losses(bent, 4)
 
 
 @pytest.mark.parametrize("seed", [1, 6, 13, 22])
