@@ -29,6 +29,8 @@ class Listener:
     """Who is told of what runs while a step is recorded or compared, unless it is paused."""
 
     _off = 0
+    follows = False
+    """Whether it only looks on as the step runs as it is: values are what they would be without it."""
     computes = True
     """Whether what runs is done; else memory for it is not needed."""
     rows = False
@@ -140,6 +142,11 @@ def unrecorded() -> Iterator[None]:
 def is_sketching() -> bool:
     """Whether a step is written down without being done: its tensors have no values that ranks could compare."""
     return getattr(recorder, "sketch", None) is not None
+
+
+def is_followed() -> bool:
+    """Whether a step runs as it is while somebody holds it against its recording, by one mode of torch's."""
+    return recorder is not None and recorder.follows
 
 
 def source_of(x: Any) -> Any:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onecard import recorded
 from onecard._torch import names as _torch
 from onecard.comm.agree import agree, check, claims, prints
 from onecard.comm.base import attempt, record
@@ -33,6 +34,9 @@ from onecard.errors import CommunicationError
 
 on: Kept[bool] = Kept(bool)
 """Only in the real world: a pretended rank has nobody to compare with."""
+
+each: Kept[bool] = Kept(bool)
+"""Whether each call is compared now, on all ranks: as a recorded step runs as it is once more, which is seldom enough."""
 
 OFTEN = 8  # calls: the distance of comparisons in the steady state
 SELDOM = 512  # and never more than one call of so many, however long a run is
@@ -61,7 +65,7 @@ class Site:
             [1, 2, 4, 8, 16, 24, 32]
         """
         self.count += 1
-        if self.count < self.due:
+        if self.count < self.due and not each.here:
             return False
         self.due = self.count + min(self.count, max(OFTEN, self.count // SELDOM))
         return True
@@ -113,6 +117,16 @@ def serial(of: str) -> int:
     return _numbers.here[of] - 1
 
 
+@contextmanager
+def every_call() -> Iterator[None]:
+    """Inside, each call is compared; entered on all ranks alike."""
+    before, each.here = each.here, True
+    try:
+        yield
+    finally:
+        each.here = before
+
+
 def obey_environment() -> None:
     """What ONECARD_CHECK says: unset, the sparse check; 0, none; else the debug check of every call, in place of it."""
     wanted = os.environ.get("ONECARD_CHECK", "")
@@ -145,7 +159,7 @@ def comparable(tensor: Tensor) -> bool:
 
 
 def _traced(tensor: Tensor) -> bool:
-    if _torch.modes_on() or tensor._is_zerotensor():
+    if _torch.modes_on() > recorded.is_followed() or tensor._is_zerotensor():
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -160,7 +174,8 @@ def equal(where: Site, operator: str, subjects: Sequence[Subject]) -> None:
     if not given or check.on:
         return
     line = record.user_line()
-    said = [f"{s.name}{FIELD}{prints.fingerprint(s.tensor)}" for s in given]
+    with recorded.unrecorded():
+        said = [f"{s.name}{FIELD}{prints.fingerprint(s.tensor)}" for s in given]
     reasons = [(s.name, s.belief, s.cure) for s in given]
     count = where.count
 
@@ -216,9 +231,12 @@ _ROUNDING = (
 
 def parts(where: Site, call: str, local: Tensor, part: tuple[int, ...], cure: str) -> None:
     """Warn if another rank gives the same values as another part of a whole: most likely each has the whole."""
-    if check.on or not comparable(local) or not _telling(local):
+    if check.on or not comparable(local):
         return
-    bits, line, values = prints.fingerprint(local).split(FIELD)[0], record.user_line(), claims.first(local)
+    with recorded.unrecorded():
+        if not _telling(local):
+            return
+        bits, line, values = prints.fingerprint(local).split(FIELD)[0], record.user_line(), claims.first(local)
 
     def answered(rank: int, word: str) -> None:
         theirs, other = word.split(FIELD)

@@ -29,6 +29,7 @@ from onecard.fleet.zero.sharded_model import before_step
 from onecard.fleet.zero.sharded_optimizer import ShardedOptimizer
 from onecard.fleet.zero.written import refuse_bounded
 from onecard.tensor import DistTensor
+from onecard.train import rates
 from onecard.train.lazy import refuse_lazy
 from onecard.train.shard import held
 
@@ -48,6 +49,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     mine = gradients.of_optimizer(optimizer)
     if not gradients.of_fleet(mine):
         return None
+    rates.compare(optimizer, _stage_mates)
     given = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if given is None:
         _sum(mine)
@@ -63,6 +65,12 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
         return loss
 
     return args[:1], {**kwargs, "closure": closure}
+
+
+def _stage_mates() -> list[int]:
+    """Ranks whose optimizers have the same groups: those of other stages have other layers."""
+    hcg = get_hybrid_communicate_group()
+    return hcg.ranks_along(tuple(axis for axis in hcg.degrees if axis != "pp"))
 
 
 def _sum(mine: list[Any]) -> None:

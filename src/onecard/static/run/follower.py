@@ -55,7 +55,7 @@ class Follower(recorded.Listener):
     def __init__(
         self, script: StepScript, given: Sequence[Any], roots: Sequence[Any], leaves: Sequence[Any], note: Any = None
     ) -> None:
-        self.note, self.rows = note, script.rows
+        self.note, self.rows, self.follows = note, script.rows, True
         self.script, self.roots, self.leaves = script, roots, leaves
         self.found: Difference | None = None
         self._entries, self._next = script.entries, 0

@@ -124,7 +124,8 @@ class Checks:
         if self.script is None or not sparse_check.on.here:
             return step()
         follower = Follower(self.script, given, roots, leaves, note)
-        result = follower.run(step)
+        with sparse_check.every_call():
+            result = follower.run(step)
         self._agree(str(follower.found or ""))
         return result
 

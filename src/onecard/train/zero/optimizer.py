@@ -18,6 +18,7 @@ from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, reduce_all
 from onecard.tensor.spec import OWN
 from onecard.train import converted as _converted  # noqa: F401 - it is installed with this
+from onecard.train import rates
 from onecard.train.absent import AbsentParameter
 from onecard.train.layer import replaced
 from onecard.train.zero import undivided
@@ -70,6 +71,7 @@ def shard_optimizer(
             "function of (key, param, state)"
         )
     _check_current(optimizer)
+    optimizer.register_step_pre_hook(lambda opt, *_: rates.compare(opt, lambda: _holders(opt)))
     if isinstance(shard_fn, ShardingStage1):
         stage = shard_fn if overlap is None else replace(shard_fn, overlap=overlap)
         keep_laid_out(optimizer, ShardedUpdate(optimizer, stage).lay_out)
@@ -103,6 +105,12 @@ def shard_optimizer(
     optimizer.register_step_pre_hook(sum_gradients)
     keep_laid_out(optimizer, None)
     return optimizer
+
+
+def _holders(optimizer: Optimizer) -> list[int]:
+    """Ranks that have the same parameters: of the mesh on which this one has some."""
+    meshes = (p.mesh for p in params_of(optimizer) if isinstance(p, DistTensor) and p._spec.here)
+    return next((mesh.process_ids for mesh in meshes), [])
 
 
 def keep_laid_out(optimizer: Optimizer, lay_out: Callable[[str, Any, Any], Any] | None) -> None:

@@ -1,0 +1,104 @@
+"""Whether ranks that step one optimizer together do so with the same numbers: rate, decay, betas.
+
+Where each rank updates a part (ZeRO, tensors divided over ranks), no copy would show that one rank steps otherwise, as where a
+scheduler follows this rank's own loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onecard import recorded
+from onecard.comm.agree import sparse_check
+from onecard.comm.base import record
+from onecard.comm.world import world
+
+_CLOSE = 1e-6
+"""Of two numbers that processors may round otherwise."""
+_known: WeakKeyDictionary[Optimizer, tuple[int, tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def compare(optimizer: Optimizer, ranks: Callable[[], Sequence[int]]) -> None:
+    """Ahead of a step, at steps 1, 2, 4, 8, 16, 24, ...: what an optimizer's groups say.
+
+    Args:
+        ranks: those whose optimizers have the same groups, this one among them; asked for once.
+
+    Raises:
+        CommunicationError: they say different numbers. Names them, the group and both ranks.
+    """
+    if not sparse_check.on.here or (recorded.recorder is not None and not recorded.is_followed()):
+        return
+    if optimizer not in _known:
+        found = tuple(sorted(ranks()))
+        _known[optimizer] = sparse_check.serial(f"rates/{found}"), found
+    number, among = _known[optimizer]
+    if len(among) < 2:
+        return
+    site = sparse_check.site(("rates", number, among), lambda: f"rates/{number}/{among}")
+    if not site.tick():
+        return
+    world.init()
+    line = record.user_line()
+    with recorded.unrecorded():
+        mine = _said(optimizer)
+
+    def answered(rank: int, word: str) -> None:
+        if differs := _difference(mine, json.loads(word)):
+            group, field, here, theirs = differs
+            sides = sorted(((world.get_rank(), here), (rank, theirs)))
+            shown = " and ".join(f"{value} on rank {which}" for which, value in sides)
+            sparse_check.stop(
+                f"{type(optimizer).__name__}.step at {line}: {field!r} of group {group} is {shown}. Ranks {list(among)} "
+                f"train one model, each of them parts of it perhaps, and all with one rate. {_CURE}"
+            )
+
+    site.ask(json.dumps(mine), answered)
+
+
+_CURE = (
+    "Compute it from what all ranks know: the number of the step; a loss that is the mean over all ranks, for a scheduler that "
+    "follows it. ONECARD_CHECK=0 compares nothing"
+)
+
+
+def _said(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The numbers of the optimizer's own options, by group."""
+    keys = sorted({"lr", *optimizer.defaults})
+    found = ({key: _plain(group.get(key)) for key in keys} for group in optimizer.param_groups)
+    return [{key: value for key, value in group.items() if value is not None} for group in found]
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold; None of others, which are not compared."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    if isinstance(value, Tensor) and value.numel() == 1 and sparse_check.comparable(value):
+        return value.item()
+    return None
+
+
+def _difference(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[int, str, Any, Any] | None:
+    """The first field that differs; groups of which a rank has more are told elsewhere, where their gradients are summed."""
+    for i, (here, there) in enumerate(zip(mine, theirs, strict=False)):
+        for key in here.keys() & there.keys():
+            if not _alike(here[key], there[key]):
+                return i, key, here[key], there[key]
+    return None
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, float | int) and isinstance(b, float | int):
+        return a == b or math.isclose(a, b, rel_tol=_CLOSE) or (a != a and b != b)
+    return bool(a == b)
