@@ -259,3 +259,10 @@ def test_checksums_are_zlibs_by_either_way(monkeypatch):
         for start, end in cuts:
             for part in (data[start:end], memoryview(data)[start:end], memoryview(bytearray(data))[start:end]):
                 assert crc.crc32(part, 99) == zlib.crc32(part, 99)
+
+
+def test_arguments_in_the_order_of_another_library_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"the state comes first: save\(state, '.*c'\)"):
+        oc.checkpoint.save(tmp_path / "c", {"step": 1})
+    with pytest.raises(CheckpointError, match=r"the path comes first: load\('.*c', state\)"):
+        oc.checkpoint.load({"step": 1}, str(tmp_path / "c"))

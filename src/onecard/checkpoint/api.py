@@ -51,6 +51,8 @@ def save(state: Any, folder: Place, step: int | None = None, *, keep: int | None
         >>> load(place)
         {'weight': tensor([1., 1.]), 'step': 3}
     """
+    if not isinstance(folder, str | os.PathLike) and isinstance(state, str | os.PathLike):
+        raise CheckpointError(f"save({str(state)!r}, ...): the state comes first: save(state, {str(state)!r})")
     root = Path(folder)
     if step is not None and (type(step) is not int or not 0 <= step < 10**18):
         raise CheckpointError(f"step={step!r}: want a whole number, 0 or more")
@@ -99,6 +101,8 @@ def load(
         >>> load(place, {"model": torch.nn.Linear(2, 1), "step": 0})["step"]
         7
     """
+    if not isinstance(path, str | os.PathLike) and isinstance(state, str | os.PathLike):
+        raise CheckpointError(f"load(..., {str(state)!r}): the path comes first: load({str(state)!r}, state)")
     return loading.run(state, Path(path), changes, missing, unexpected, dtype)
 
 

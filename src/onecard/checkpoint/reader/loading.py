@@ -73,6 +73,7 @@ def run(state: Any, path: Path, changes: Sequence[Change], missing: str, unexpec
     _meet(path, "", lambda words: None, error)
     for act in walk.last:
         act()
+    walk.groups.finish()
     return result
 
 

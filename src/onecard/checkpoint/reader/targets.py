@@ -29,6 +29,7 @@ from onecard.checkpoint.format.objects import (
 from onecard.checkpoint.format.portions import GRID, StateValue, entries, entries_of, has_stages, mine, own
 from onecard.checkpoint.reader.changes import Change
 from onecard.checkpoint.reader.groups import by_text, check_kind, group_names, members, options_of, taker_of
+from onecard.checkpoint.reader.schedules import GroupOrders
 from onecard.checkpoint.reader.virtual import Virtual
 from onecard.comm.world import world
 from onecard.errors import CheckpointError
@@ -75,6 +76,7 @@ class StateWalk:
     states: list[str] = field(default_factory=list)  # of optimizers, where a parameter may have none
     strays: list[str] = field(default_factory=list)  # parameters that saved optimizers have, and these do not
     flat: bool = False  # the state itself is a dict of tensors, so that nothing may be beside them
+    groups: GroupOrders = field(default_factory=GroupOrders)
     made_of: list[str] = field(default_factory=list)  # places of the saved state that were made anew, all that is below
 
     def value(self, target: Any, node: Any, path: str) -> Any:
@@ -92,7 +94,8 @@ class StateWalk:
         if not isinstance(target, dict | list | tuple) and has_state(target):
             if is_of_each_rank(target):
                 return self._each(target, node, path)
-            return self._later(target, taker_of(target, node, path), node, path)
+            take = taker_of(target, node, path)
+            return self._later(target, lambda made: take(self.groups.follow(target, made)), node, path)
         if isinstance(target, dict) and target:
             return self._dict(target, node, path)
         if isinstance(target, list | tuple) and any(map(is_filled, target)):
@@ -159,6 +162,7 @@ class StateWalk:
         noted = entries_of(target) if any(isinstance(value, Tensor) for value in target.values()) else []
         if any(entry.said for entry in noted):
             return self._noted(target, noted, below, path)
+        self.groups.note_dict(path, target)
         for key, value in list(target.items()):
             made = self.value(value, below.get(key, _NOTHING), tree.join(path, key))
             if made is not value:
@@ -265,7 +269,7 @@ class StateWalk:
             state = self._state(saved.get(name, _NOTHING), tree.join(path, f"state.{name}"), target, param, whole)
             if state is not None:
                 states[number] = state
-        groups = self._groups(own["param_groups"], dict(enumerate(names)), below.get("param_groups"), path)
+        groups = self._groups(target, own["param_groups"], dict(enumerate(names)), below.get("param_groups"), path)
         self.states.append(tree.join(path, "state."))
         more = {k: self.made(v, tree.join(path, k)) for k, v in below.items() if k not in ("state", "param_groups")}
         self._leave(path, has_stages(self.names.entry(p) for p in params))
@@ -301,7 +305,7 @@ class StateWalk:
         names = [n for n in self.tensors if n.startswith(prefix)]
         return {n[len(prefix) :]: {tree.KIND: "tensor", "name": n} for n in names} or None
 
-    def _groups(self, own: list[Any], names: Mapping[int, str], node: Any, path: str) -> list[Any]:
+    def _groups(self, target: Any, own: list[Any], names: Mapping[int, str], node: Any, path: str) -> list[Any]:
         """The options of each of the optimizer's groups, from the saved group that its parameters were in."""
         if node is None:
             self._lacks(tree.join(path, "param_groups"))
@@ -310,7 +314,7 @@ class StateWalk:
         group_of = {name: i for i, group in enumerate(in_groups) for name in group}
         known = set(names.values())
         self.strays += [f"{path}: parameter {name}" for name in group_of if name not in known]
-        made = []
+        made, order = [], []
         for number, group in enumerate(own):
             mine = [names[i] for i in group["params"]]
             found = {group_of[name] for name in mine if name in group_of}
@@ -318,6 +322,8 @@ class StateWalk:
                 self._lacks(tree.join(path, f"param_groups of {mine[0]}"))
             options = options_of(saved, found, f"{path}: group {number}", mine)
             made.append({**group, **options, "params": group["params"]})
+            order.append(min(found, default=None))
+        self.groups.note(target, order, len(saved))
         return made
 
     def _optimizer_state(self, target: dict[str, Any], node: Any, path: str) -> Any:
@@ -339,7 +345,7 @@ class StateWalk:
             state = self._in_place(target["state"].get(number, {}), below_it, where, params[name])
             self.last.append(partial(target["state"].__setitem__, number, state))
         groups = self._groups(
-            target["param_groups"], dict(zip(numbers, names, strict=True)), below.get("param_groups"), path
+            target, target["param_groups"], dict(zip(numbers, names, strict=True)), below.get("param_groups"), path
         )
         for key in below:
             if key not in ("state", "param_groups"):
