@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -140,6 +141,30 @@ def test_a_plan_for_a_plain_program(tmp_path):
     assert data["ranks"][0]["memory"] == dict(job.ranks[0].memory)
     assert data["plan"]["dp"] == 8
     assert "<title>train.py on 8 H100</title>" in (tmp_path / "job.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (oc.Plan(dp=2), ["parameters are float32; priced are the plan's, bfloat16", "has 2 rows, .* batch has 10"]),
+        (oc.Plan(dp=2, microbatch=5, parameters="float32", compute="float32"), []),
+    ],
+)
+def test_what_a_plan_says_otherwise_than_its_program_is_told(tmp_path, capsys, plan, told):
+    (tmp_path / "train.py").write_text(programs.PLAIN)
+    plan.save(tmp_path / "plan.json")
+    assert main(["estimate", str(tmp_path / "train.py"), "--plan", str(tmp_path / "plan.json")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("note:") == len(told)
+    assert all(re.search(words, out) for words in told), out
+
+
+@pytest.mark.parametrize("loss", [torch.nn.CrossEntropyLoss(), torch.nn.functional.mse_loss])
+def test_a_loss_of_an_output_and_a_target_is_named(loss):
+    with pytest.raises(
+        oc.errors.PlanError, match=r"takes an output and a target; .* loss=lambda model, x, y: criterion"
+    ):
+        oc.price(torch.nn.Linear(4, 2), oc.Plan(), H100, batch=(torch.zeros(2, 4), torch.zeros(2, 2)), loss=loss)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

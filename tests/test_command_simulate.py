@@ -172,6 +172,13 @@ def test_a_machines_file_that_cannot_be(tmp_path, text, said):
         ("--model gpt2 --tp 5", "tp=5 does not divide 12 query heads; tp=4 does"),
         ("--model gpt2 --world 10 --tp 4", "--world 10 is no multiple of tp x cp x pp = 4; 8 is"),
         ("--model gpt2 --batch 3 --dp 2", "--batch 3 is no multiple of dp x microbatch = 2; 2 is"),
+        ("--model gpt2 --world 0", "--world 0 is no multiple of tp x cp x pp = 1; 1 is"),
+        ("--model gpt2 --world 8 --tp 2 --dp 2", "--dp 2, but --world 8 makes it 4: leave one of both out"),
+        (
+            "--model gpt2 --batch 8 --microbatches=2",
+            "--microbatches 2, but --batch 8 makes it 8: leave one of both out",
+        ),
+        ("train.py --tp 2", "train.py is a program, and simulate prices a model's sizes: onecard estimate train.py"),
         ("--model gpt2 --schedule 1B1F", "Plan: schedule='1B1F'"),
         ("--model gpt2 --sequence 2048", "gpt2 has learned positions, for 1024 tokens"),
         (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from torch import Tensor, nn
 
 from onecard.commands.front import answered, check_rank, check_script, divided, parsed, print_json
 from onecard.commands.here import measured_for
@@ -117,13 +118,30 @@ def _planned(asked: Asked, plan: Plan, machine: Machine, script: list[str]) -> t
     rehearse(asked.script, script, 1, 0, machine, program)
     model, batch, loss = program.parts()
     try:
-        return price(model, plan, machine, batch=batch, loss=loss), []
+        return price(model, plan, machine, batch=batch, loss=loss), _otherwise(plan, model, batch)
     except OnecardError:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as fault:
         raise RehearsalError(
             f"{asked.script}: its model does not run on {plan.microbatch} rows of a microbatch: {said(fault)}"
         ) from fault
+
+
+def _otherwise(plan: Plan, model: nn.Module, batch: Sequence[Tensor]) -> list[str]:
+    """What the plan says of a step that is not as the program has it: the price is the plan's."""
+    notes = []
+    kept = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()})
+    if kept and kept != [plan.parameters]:
+        notes.append(
+            f"the program's parameters are {', '.join(kept)}; priced are the plan's, {plan.parameters}. `onecard run --auto` "
+            f"keeps the program's: a plan with parameters={kept[0]!r}, compute={kept[0]!r} prices these"
+        )
+    rows = next((len(x) for x in batch if x.ndim), plan.batch)
+    if rows != plan.batch:
+        notes.append(
+            f"a step of the plan has {plan.batch:,} rows, dp x microbatch x microbatches; the program's batch has {rows:,}"
+        )
+    return notes
 
 
 def _write(found: RankStep, outputs: Outputs, findings: Sequence[str]) -> None:

@@ -110,23 +110,36 @@ def plan_fields(path: str | None) -> dict[str, Any]:
     return {field.name: getattr(plan, field.name) for field in fields(Plan)}
 
 
-def plan_of(flags: Any, known: Mapping[str, Any], world: int, batch: int) -> Plan:
-    """The plan that flags say, over a file's; ``world`` and ``batch``, where they are not 0, say dp and microbatches."""
+def plan_of(
+    flags: Any, known: Mapping[str, Any], argv: Sequence[str], world: int | None = None, batch: int | None = None
+) -> Plan:
+    """The plan that flags say, over a file's; ``world`` and ``batch``, where they are given, say dp and microbatches.
+
+    Raises:
+        PlanError: they say others than the flags of ``argv`` do.
+    """
     found = dict(known) | {name: getattr(flags, name) for name in FLAGS}
     if found["parameters"] in ("float32", "float64"):
         found["master"] = False
-    found["dp"] = _divided("world", world, "tp x cp x pp", found["tp"] * found["cp"] * found["pp"], found["dp"])
-    rows = found["dp"] * found["microbatch"]
-    found["microbatches"] = _divided("batch", batch, "dp x microbatch", rows, found["microbatches"])
+    if world is not None:
+        found["dp"] = _divided("world", world, "tp x cp x pp", found["tp"] * found["cp"] * found["pp"])
+        _check_said(argv, "dp", flags, found, f"--world {world}")
+    if batch is not None:
+        found["microbatches"] = _divided("batch", batch, "dp x microbatch", found["dp"] * found["microbatch"])
+        _check_said(argv, "microbatches", flags, found, f"--batch {batch}")
     return Plan(**found)
 
 
-def _divided(name: str, whole: int, by: str, part: int, otherwise: int) -> int:
-    if not whole:
-        return otherwise
-    if whole < 0 or whole % part:
-        raise PlanError(f"--{name} {whole} is no multiple of {by} = {part}; {max(1, whole // part) * part} is")
+def _divided(name: str, whole: int, by: str, part: int) -> int:
+    if whole < 1 or part < 1 or whole % part:
+        most = max(1, whole // max(1, part)) * max(1, part)
+        raise PlanError(f"--{name} {whole} is no multiple of {by} = {part}; {most} is")
     return whole // part
+
+
+def _check_said(argv: Sequence[str], name: str, flags: Any, found: Mapping[str, Any], by: str) -> None:
+    if said(argv, name) is not None and getattr(flags, name) != found[name]:
+        raise PlanError(f"--{name} {getattr(flags, name)}, but {by} makes it {found[name]}: leave one of both out")
 
 
 def model_fields(text: str | None, sequence: int) -> dict[str, Any]:

@@ -43,9 +43,9 @@ class Asked:
     """plan.json, as Plan.save writes it; flags go before it"""
     machine: str = "H100"
     """A100, H100, H200, here (this one is measured), or machine.json"""
-    world: Annotated[int, tyro.conf.arg(metavar="RANKS", help_behavior_hint="")] = 0
+    world: Annotated[int | None, tyro.conf.arg(metavar="RANKS", help_behavior_hint="")] = None
     """all ranks; dp is what tp, cp and pp leave of them"""
-    batch: Annotated[int, tyro.conf.arg(metavar="ROWS", help_behavior_hint="")] = 0
+    batch: Annotated[int | None, tyro.conf.arg(metavar="ROWS", help_behavior_hint="")] = None
     """sequences of a step; microbatches are what dp leaves of them"""
 
 
@@ -78,13 +78,15 @@ def _run(argv: Sequence[str]) -> int:
 
 def read(argv: Sequence[str]) -> tuple[Asked, Outputs, Transformer, Plan]:
     """The command line: what files say are the defaults of the flags."""
+    if argv and argv[0].endswith(".py"):
+        raise PlanError(f"{argv[0]} is a program, and simulate prices a model's sizes: onecard estimate {argv[0]}")
     if argv and not argv[0].startswith("-"):
         raise PlanError(f"{argv[0]}: the model is an option here: onecard simulate --model {argv[0]}")
     known = plan_fields(said(argv, "plan"))
     model = model_fields(said(argv, "model"), whole_number(argv, "sequence"))
     found: Any = parsed(options(known, model), argv, "simulate")
     asked: Asked = found.job
-    return asked, found.output, model_of(found.model, model), plan_of(found.plan, known, asked.world, asked.batch)
+    return asked, found.output, model_of(found.model, model), plan_of(found.plan, known, argv, asked.world, asked.batch)
 
 
 def options(plan: Mapping[str, Any] | None = None, model: Mapping[str, Any] | None = None) -> type:

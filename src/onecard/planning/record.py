@@ -84,7 +84,17 @@ _known: dict[tuple[Any, ...], tuple[Any, RecordedModel]] = {}
 
 
 def recorded(model: Model, plan: Plan, batch: Any, loss: Loss | None) -> RecordedModel:
-    """The recording of a model under a plan: made once for all plans that differ in other things."""
+    """The recording of a model under a plan: made once for all plans that differ in other things.
+
+    Raises:
+        PlanError: among others, where ``loss`` takes an output and a target, as torch's do.
+    """
+    if isinstance(loss, nn.Module) or (getattr(loss, "__module__", None) or "").startswith("torch."):
+        raise PlanError(
+            f"loss={getattr(loss, '__name__', type(loss).__name__)} takes an output and a target; wanted is a function of the "
+            "model and its batch: loss=lambda model, x, y: criterion(model(x), y)",
+            "loss",
+        )
     key = (_face(model, plan), _of_batch(batch), id(loss), part_of(plan, _is_fleets(model, plan)))
     if key not in _known:
         if len(_known) >= KEPT:
