@@ -504,3 +504,39 @@ def test_copies_and_batches_are_compared_along_mp() -> None:
         RankError, match=r"argument 0 is one batch on ranks \[0, 1\], which divide layers, but it differs"
     ):
         run_ranks(apart_along_mp, 2, "batch")
+
+
+def together_hooked(level: str, mode: Any) -> None:
+    """What a hook on several gradients sees, in two steps; on one card beside it."""
+    begin(dp=2)
+    seen: list[list[Tensor]] = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer: Any = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+        if parallel and level:
+            model, optimizer, _ = fleet.group_sharded_parallel(model, optimizer, level)
+        elif parallel:
+            model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
+        found: list[Tensor] = []
+
+        def see(grads: Any, found: list[Tensor] = found) -> None:
+            for grad in [grads] if isinstance(grads, Tensor) else grads:
+                found.append(grad.full_tensor().clone() if isinstance(grad, oc.DistTensor) else grad.clone())
+
+        torch.autograd.graph.register_multi_grad_hook([*model.parameters()], see, mode=mode)
+        for step in range(2):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            model(x.chunk(2)[oc.get_rank()] if parallel else x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(found)
+    assert len(seen[0]) == len(seen[1]) == (8 if mode == "all" else 2)
+    for a, b in zip(*seen, strict=True):
+        close(b, a, f"{level} {mode}")
+
+
+@pytest.mark.parametrize("level", ["", "os", "os_g", "p_g_os"])
+def test_a_hook_on_several_gradients_sees_whole_ones(level) -> None:
+    for mode in ("all", "any"):
+        run_ranks(together_hooked, 2, level, mode)

@@ -66,6 +66,17 @@ class PlainParameter:
         self.hooks[handle.id] = call, of
         return handle
 
+    def itself(self, p: Any) -> Tensor:
+        """The parameter, of the shape that it has while it is needed, as a result of the node to which backward brings gradients."""
+        had, shape = Tensor.data.__get__(p), self.twin.shape  # type: ignore[attr-defined]
+        if had.shape == shape:
+            return Tensor.view_as(p, p)
+        _torch.set_data(p, had.new_empty(()).expand(shape))
+        try:
+            return Tensor.view_as(p, p)
+        finally:
+            _torch.set_data(p, had)
+
     def of_whole(self, call: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
         """A hook on gradients that sees the average over the ranks."""
 
@@ -165,6 +176,8 @@ def become_local(p: Any, twin: Any, owner: Any, whole: bool) -> None:
     twin._take = taken
     twin.register_hook = lambda call: plain().register_hook(call)  # type: ignore[union-attr]
     twin.register_post_accumulate_grad_hook = lambda call: local.later(call, twin)
+    # How torch's register_multi_grad_hook asks for the node that backward comes to: it is the plain one's.
+    twin.view_as = lambda other: local.itself(plain()) if other is twin else Tensor.view_as(twin, other)
 
 
 def of_local(p: Any) -> Any:
