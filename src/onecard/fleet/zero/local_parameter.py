@@ -67,7 +67,7 @@ class PlainParameter:
         return handle
 
     def itself(self, p: Any) -> Tensor:
-        """The parameter, of the shape that it has while it is needed, as a result of the node to which backward brings gradients."""
+        """The parameter, as large as it is while it is needed, as a result of the node to which backward brings gradients."""
         had, shape = Tensor.data.__get__(p), self.twin.shape  # type: ignore[attr-defined]
         if had.shape == shape:
             return Tensor.view_as(p, p)
