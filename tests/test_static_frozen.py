@@ -79,7 +79,7 @@ def test_what_is_frozen_is_looked_for_once_and_anew_where_more_is_frozen(
     monkeypatch.setattr(frozen, "objects", lambda listed: looks.append(1) or look(listed))
 
     def tensors() -> list[Tensor]:
-        return frozen.those(gc.get_objects(), [is_tensor])[0]
+        return frozen.those(gc.get_objects(), [TENSORS])[0]
 
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     gc.freeze()
@@ -93,13 +93,12 @@ def test_what_is_frozen_is_looked_for_once_and_anew_where_more_is_frozen(
     assert gone() is None and any(x is first.weight for x in tensors()) and len(looks) == 2
 
 
-def is_tensor(kind: type) -> bool:
-    return issubclass(kind, Tensor)
+TENSORS = frozen.kinds_of(Tensor)
 
 
 def test_what_is_thawed_is_there_once(thawed: None) -> None:
     kept = nn.Linear(2, 2)
     gc.freeze()
-    assert sum(x is kept.weight for x in before.alive(is_tensor)[0]) == 1
+    assert sum(x is kept.weight for x in before.alive(TENSORS)[0]) == 1
     gc.unfreeze()
-    assert sum(x is kept.weight for x in before.alive(is_tensor)[0]) == 1
+    assert sum(x is kept.weight for x in before.alive(TENSORS)[0]) == 1

@@ -28,7 +28,8 @@ class Opaque:
 class Listener:
     """Who is told of what runs while a step is recorded or compared, unless it is paused."""
 
-    _off = 0
+    listens = True
+    """Whether what runs now is looked at."""
     follows = False
     """Whether it only looks on as the step runs as it is: values are what they would be without it."""
     computes = True
@@ -36,11 +37,7 @@ class Listener:
     rows = False
     """Whether tensors may lie row by row where data says (``tensor/rows``), and calls on them are nodes."""
 
-    @property
-    def listens(self) -> bool:
-        """Whether what runs now is looked at."""
-        return not self._off
-
+    _pauses = 0
     moves = 0
     """Whether what runs only changes layouts (``moves``): how many such calls are under way."""
 
@@ -56,11 +53,12 @@ class Listener:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, nothing is looked at."""
-        self._off += 1
+        self._pauses, self.listens = self._pauses + 1, False
         try:
             yield
         finally:
-            self._off -= 1
+            self._pauses -= 1
+            self.listens = not self._pauses
 
 
 def moves(function: Function) -> Function:

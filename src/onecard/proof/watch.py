@@ -78,7 +78,7 @@ class Watch(recorded.Listener, DispatchMode):
 
     def told(self, message: Told, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None] | None:
         """A message begins; gives who is to be told of what arrives, where no operator is being served."""
-        if self._off or recorded.recorder is not None:
+        if not self.listens or recorded.recorder is not None:
             return None
         self.seen.messages.append(message)
         if self.serving or not self.keep:
@@ -123,13 +123,10 @@ class Watch(recorded.Listener, DispatchMode):
             result = func(*args, **kwargs)
         finally:
             self.serving.pop()
-        if not self._off and self.keep and not schema.views and recorded.recorder is None:
-            self._off += 1
-            try:
-                with _torch.as_it_is():  # a program in float64 has a mode for functions, which what is noted needs not
-                    self._note(func, args, kwargs, result)
-            finally:
-                self._off -= 1
+        if self.listens and self.keep and not schema.views and recorded.recorder is None:
+            # A program in float64 has a mode for functions, which what is noted needs not.
+            with self.paused(), _torch.as_it_is():
+                self._note(func, args, kwargs, result)
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -170,7 +167,7 @@ class Watch(recorded.Listener, DispatchMode):
         A tensor that has been made as such is that from now on; a stretch of a larger one becomes an entry of its own.
         """
         at = self._made.of(part)
-        if self._off or self.serving or not self.keep or recorded.recorder is not None:
+        if not self.listens or self.serving or not self.keep or recorded.recorder is not None:
             return  # what serves an operator is seen by its result
         if at is None or not spec.here:
             return
@@ -189,7 +186,7 @@ class Watch(recorded.Listener, DispatchMode):
     def alike(self, x: Tensor, ranks: Sequence[int]) -> None:
         """The library says that some ranks have the same plain tensor."""
         at = self._made.of(x)
-        if self._off or self.serving or not self.keep or recorded.recorder is not None or at is None:
+        if not self.listens or self.serving or not self.keep or recorded.recorder is not None or at is None:
             return
         values, i = self.seen.entries[at[0]].values, at[1]
         if values[i].local.numel() == x.numel():
@@ -345,7 +342,7 @@ def _named(kind: str, roots: Sequence[nn.Module], all_roots: Sequence[nn.Module]
 def _told_of(call: Callable[..., None]) -> Callable[..., None]:
     def hook(subject: Any, *_: Any) -> None:
         watch = recorded.watcher
-        if watch is not None and not watch._off and recorded.recorder is None:  # what is recorded has no values
+        if watch is not None and watch.listens and recorded.recorder is None:  # what is recorded has no values
             call(watch, subject)
 
     return hook

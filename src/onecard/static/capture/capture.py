@@ -33,7 +33,7 @@ from onecard.static.guards.conditions import asked
 from onecard.static.guards.held import NOTHING, HeldValues
 from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
 from onecard.static.guards.places import Places, holders, is_nameless
-from onecard.static.guards.ran import NotWatched, Ran, is_watched
+from onecard.static.guards.ran import NotWatched, Ran, watched
 from onecard.static.guards.replaced import put_back
 from onecard.static.guards.results import taken_apart
 from onecard.static.guards.seen import Seen
@@ -62,7 +62,7 @@ class Capture:
         rows: bool = False,
     ) -> None:
         self.leaves, self.names, self.given_roots = leaves, names, roots
-        self.before, self.phases = Before(is_watched) if replayed else Before(), Phases()
+        self.before, self.phases = Before(watched) if replayed else Before(), Phases()
         self.recorder = Recorder(self.before, self.phases, ask, rows)
         self._replayed = replayed
         # Of what nobody replays nobody will say what it leaves.

@@ -100,7 +100,7 @@ class Recorder(ValueReads):
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Write down a call of a function of ours (``recorded.one_node``)."""
-        if self._off:
+        if not self.listens:
             return function(*args, **kwargs)
         with self.paused():
             self.random.check()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from onecard.static.guards.before import alive
+from onecard.static.guards.frozen import kinds_of
 from onecard.tensor.deferred.calls import is_any
 from onecard.train.unmade import Unmade, UnmadePart, closed, looking, make, wait
 
@@ -18,7 +19,7 @@ def left_unmade() -> Iterator[None]:
     if not is_any():
         yield
         return
-    modules, parts = alive(_is_module, _is_part)
+    modules, parts = alive(_MODULES, _PARTS)
     wait(modules)
     for part in parts:
         part.opened()
@@ -34,18 +35,9 @@ def left_unmade() -> Iterator[None]:
 def make_all() -> None:
     """Make all that is not made yet: a step that is recorded as it runs computes with it."""
     if is_any():
-        tensors, parts = alive(_is_plain, _is_part)
+        tensors, parts = alive(_PLAIN, _PARTS)
         for x in (*tensors, *(part._local for part in parts)):
             make(x)
 
 
-def _is_module(kind: type) -> bool:
-    return issubclass(kind, nn.Module)
-
-
-def _is_part(kind: type) -> bool:
-    return issubclass(kind, UnmadePart)
-
-
-def _is_plain(kind: type) -> bool:
-    return issubclass(kind, Unmade)
+_MODULES, _PARTS, _PLAIN = map(kinds_of, (nn.Module, UnmadePart, Unmade))

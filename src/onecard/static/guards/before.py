@@ -51,7 +51,7 @@ class Before:
         self.still: dict[int, Any] = {}
         self.buffers: dict[int, dict[str, int]] = {}
         found: list[Tensor] = []
-        ours, self.others = alive(_is_held, also or _none)
+        ours, self.others = alive(_HELD, also or _NONE)
         for x in ours:
             if isinstance(x, Tensor):
                 found.append(x)
@@ -119,18 +119,16 @@ def alive(*wanted: frozen.Kinds) -> list[list[Any]]:
     There are hundreds of thousands of objects: it is one look, and each type is asked once.
     """
     listed = gc.get_objects()
-    there = frozen.of_kinds(listed, lambda kind: any(wants(kind) for wants in wanted))
+    kinds = {*map(type, listed)}
+    asked = [wants(kinds) for wants in wanted]
+    there = frozen.of_types(listed, set().union(*asked))
     seen = {*map(id, there)}  # what is thawed is listed again
     hidden = [[x for x in more if id(x) not in seen] for more in frozen.those(listed, wanted)]
-    return [frozen.of_kinds(there, wants) + more for wants, more in zip(wanted, hidden, strict=True)]
+    return [frozen.of_types(there, found) + more for found, more in zip(asked, hidden, strict=True)]
 
 
-def _is_held(kind: type) -> bool:
-    return issubclass(kind, (Tensor, Optimizer, nn.Module, GradScaler))
-
-
-def _none(kind: type) -> bool:
-    return False
+_HELD = frozen.kinds_of(Tensor, Optimizer, nn.Module, GradScaler)
+_NONE = frozen.kinds_of()
 
 
 def plain_states(held: dict[Any, Any]) -> dict[Any, Any]:

@@ -7,7 +7,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import CO_OPTIMIZED
 from itertools import compress
 from types import FrameType
@@ -16,8 +16,18 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-Kinds = Callable[[type], bool]
-"""Which types are asked for."""
+Kinds = Callable[[Iterable[type]], set[type]]
+"""Of some types those that are asked for."""
+
+
+def kinds_of(*bases: type) -> Kinds:
+    """Classes that are derived from any of these.
+
+    Example:
+        >>> sorted(kind.__name__ for kind in kinds_of(int, dict)([bool, float, dict]))
+        ['bool', 'dict']
+    """
+    return lambda kinds: {kind for kind in kinds if issubclass(kind, bases)}
 
 
 class _Mark:
@@ -87,19 +97,13 @@ def _held(x: Any) -> Callable[[], Any]:
 
 
 def of_kinds(objects: list[Any], wanted: Kinds) -> list[Any]:
-    """Those of the types that are wanted: each type is asked once."""
-    return [*compress(objects, map(_Asked(wanted).__getitem__, map(type, objects)))]
+    """Those of the types that are wanted."""
+    return of_types(objects, wanted({*map(type, objects)}))
 
 
-class _Asked(dict[type, bool]):
-    """Of each type whether it is wanted, asked once."""
-
-    def __init__(self, wanted: Kinds) -> None:
-        self._wanted = wanted
-
-    def __missing__(self, kind: type) -> bool:
-        found = self[kind] = self._wanted(kind)
-        return found
+def of_types(objects: list[Any], kinds: set[type]) -> list[Any]:
+    """Those of these types, and of none that is derived from them."""
+    return [*compress(objects, map(kinds.__contains__, map(type, objects)))]
 
 
 def objects(listed: list[Any]) -> list[Any]:

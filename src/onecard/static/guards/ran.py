@@ -11,7 +11,7 @@ import builtins
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -66,8 +66,7 @@ class Ran:
                 closures[code].append(function)
             else:
                 closures[code] = [function]
-        for x in (*(x for x in made_before if type(x) is not plain), fn, *leaves):
-            self.seen.old(x)
+        self.seen.old(*(x for x in made_before if type(x) is not plain), fn, *leaves)
         self._plans: dict[int, Any] = {}
         self._codes: list[Any] = []  # kept, so that their identities are theirs
         self._methods: set[tuple[int, int]] = set()
@@ -301,10 +300,14 @@ class NotWatched:
         yield
 
 
-def is_watched(kind: type) -> bool:
-    """Whether objects of a type that are there before a step count: of the program's classes, iterators, and functions."""
-    ours = users(str(kind.__module__)) and not issubclass(kind, Tensor | type)
-    return kind is types.FunctionType or hasattr(kind, "__next__") or ours
+def watched(kinds: Iterable[type]) -> set[type]:
+    """Types whose objects count, if they are there before a step: the program's classes, iterators, and functions."""
+
+    def counts(kind: type) -> bool:
+        ours = users(str(kind.__module__)) and not issubclass(kind, Tensor | type)
+        return kind is types.FunctionType or hasattr(kind, "__next__") or ours
+
+    return {*filter(counts, kinds)}
 
 
 def _methods(kind: type, code: Any) -> Iterator[tuple[type, str, Any]]:

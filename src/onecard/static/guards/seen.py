@@ -53,8 +53,12 @@ class Seen:
         """Whether an object is known to be older than the step: something old has led to it."""
         return id(x) in self._old or isinstance(x, _LASTING) or (isinstance(x, Tensor) and self._had(x))
 
-    def old(self, x: Any) -> None:
-        """An object is older than the step, and what it holds for good."""
+    def old(self, *objects: Any) -> None:
+        """Objects are older than the step, and what they hold for good."""
+        for x in objects:
+            self._old_one(x)
+
+    def _old_one(self, x: Any) -> None:
         if (
             id(x) in self._old or type(x) in ProxyTypes or isinstance(x, (Tensor, *STILL))
         ):  # what is behind a proxy may be gone
@@ -72,8 +76,7 @@ class Seen:
             parts = (*(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
         else:
             return
-        for part in parts:
-            self.old(part)
+        self.old(*parts)
 
     # -- noting ----------------------------------------------------------------------------------------------------------
 

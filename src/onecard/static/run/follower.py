@@ -110,15 +110,12 @@ class Follower(recorded.Listener):
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A function of ours runs."""
-        if self._off:
+        if not self.listens:
             return function(*args, **kwargs)
-        self._off += 1
-        try:
+        with self.paused():
             if self.note is not None:
                 self.note(changed_by(function, args, kwargs))
             result = function(*args, **kwargs)
-        finally:
-            self._off -= 1
         self.saw(function, tuple(args), kwargs, result)
         return result
 
@@ -346,15 +343,15 @@ class _Mode(DispatchMode):
             if issubclass(kind, DistTensor) or (kind is not Tensor and own.is_under_way(kind)):
                 return NotImplemented
         follower = self.follower
-        if follower.note is not None and not follower._off:
+        if follower.note is not None and follower.listens:
             with follower.paused():
                 follower.note(changed_by(func, args, kwargs or {}))
-        if not follower._off and func.namespace == "c10d":
+        if follower.listens and func.namespace == "c10d":
             return follower.own(func, args, kwargs or {})
-        if not follower._off and own.is_functional(func):
+        if follower.listens and own.is_functional(func):
             return own.in_functional(follower, func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if follower._off or follower.found is not None:
+        if not follower.listens or follower.found is not None:
             return result
         kind = _kind(func)
         if kind == "a message":
