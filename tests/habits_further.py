@@ -723,7 +723,7 @@ _TABLE: list[tuple[str, tuple[str, ...], str]] = [
     ("norm_of_gradients tied_later as_one_vector", STAGES[:1], "operands live on two meshes"),
     ("tied_later as_one_vector", STAGES[1:], "operands live on two meshes"),
     (f"{_ADDED} layer_exchanged_in_evaluation", _SHARDED, "is (set|removed) after group_sharded_parallel"),
-    ("converted_later", (*_SHARDED, *_CUT_BLOCKS), "is now .*float64|keeps its dtype"),
+    ("converted_later", (*_SHARDED, *_CUT_BLOCKS), "is now .*float64|would become .*float64|keeps its dtype"),
     ("own_wide_weights", (*_SHARDED, "plan ZeRO 3"), "are not the model's|holds plain parameters only"),
     ("orthogonal_head", ("plan tp",), "Net has no such parameter"),
     ("batches_of_other_sizes", PIPELINES, "is not accumulate_steps"),

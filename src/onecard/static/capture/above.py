@@ -70,7 +70,7 @@ class Above(TorchFunctionMode):
                 return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is Tensor.data:
             raise refusals.swapped()
-        tags = [*numbers_in(args), *numbers_in(kwargs)]
+        tags = numbers_in((args, kwargs))
         if not tags:
             return self._plainly(func, args, kwargs)
         if func in _FROM_PYTHON and isinstance(args[0], Number):

@@ -16,7 +16,7 @@ from onecard.comm.world import world
 from onecard.machine.cost import Machine, sent
 from onecard.static.price import families, on_rows
 from onecard.static.price.live import size_of
-from onecard.static.step.row_calls import START, first_half
+from onecard.static.step.row_calls import CALLS, START, first_half
 from onecard.static.step.step import RecordedStep
 
 OWN = "your own "
@@ -33,7 +33,7 @@ _MESSAGES = {id(call) for call in (again.message, _TRANSFER, *_SENDS, *_RECEIVES
 
 def is_message(node: fx.Node) -> bool:
     """Whether a node sends or receives."""
-    return id(node.target) in _MESSAGES or bool(on_rows.steps_of(node))
+    return id(node.target) in _MESSAGES or (id(node.target) in CALLS and bool(on_rows.steps_of(node)))
 
 
 def own_call(node: fx.Node) -> str:
@@ -78,11 +78,12 @@ def kind_of(node: fx.Node) -> str:
 
 def axis_of(node: fx.Node) -> str:
     """The mesh axis of a message, or the name of its group; "" of what is none."""
+    if not is_message(node):
+        return ""
     if node.target is _TRANSFER:
         return BETWEEN_MESHES
-    if steps := on_rows.steps_of(node):
-        return on_rows.axis_of(steps[0])
-    return str(node.args[4]) if is_message(node) else ""
+    steps = on_rows.steps_of(node)
+    return on_rows.axis_of(steps[0]) if steps else str(node.args[4])
 
 
 def rank_of(node: fx.Node) -> int:

@@ -174,10 +174,11 @@ def cost(recording: RecordedStep, machine: Machine = MACHINE, live: Live | None 
     live, clock = live or Live(recording.graph), _Clock(_before(recording, machine), machine)
     nodes = []
     for node in recording.nodes():
-        sent, done = sent_by(node) if is_message(node) else 0, work(node)
+        message = is_message(node)
+        sent, done = sent_by(node) if message else 0, work(node)
         far = far_by(node, machine) if sent else 0
-        taken = seconds_of(node, machine) if is_message(node) else 0.0
-        if done.macs or done.accessed or not is_message(node):
+        taken = seconds_of(node, machine) if message else 0.0
+        if done.macs or done.accessed or not message:
             taken += operator_seconds(node, machine, done)
         start, seconds = clock.run(node, taken)
         nodes.append(
