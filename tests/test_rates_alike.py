@@ -77,9 +77,9 @@ def by_fleet(kind: str, lr: float) -> float:
 @pytest.mark.parametrize("options", [{"weight_decay": 0.5}, {"betas": (0.8, 0.999)}])
 def test_ranks_that_divide_an_update_and_have_other_options_are_told(stage, options):
     field = next(iter(options))
-    with pytest.raises(
-        RankError, match=rf"AdamW.step at \S+py:\d+: '{field}' of group 0 is .* on rank 0 and .* on rank 1"
-    ):
+    words = rf"AdamW.step at \S+py:\d+: '{field}' of group 0 is .* on rank 0 and .* on rank 1"
+    inside = r"(lerp_|mul_) at \S+py:\d+: '\w+' is .* on rank 0 and .* on rank 1"  # operators are compared more often
+    with pytest.raises(RankError, match=f"{words}|{inside}"):
         run_ranks(by_marks, 2, stage, options, 0)
 
 

@@ -7,7 +7,6 @@ scheduler follows this rank's own loss.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,11 +16,10 @@ from torch.optim import Optimizer
 
 from onecard import recorded
 from onecard.comm.agree import sparse_check
+from onecard.comm.agree.numbers import alike
 from onecard.comm.base import record
 from onecard.comm.world import world
 
-_CLOSE = 1e-6
-"""Of two numbers that processors may round otherwise."""
 _known: WeakKeyDictionary[Optimizer, tuple[int, tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -91,14 +89,6 @@ def _difference(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tup
     """The first field that differs; groups of which a rank has more are told elsewhere, where their gradients are summed."""
     for i, (here, there) in enumerate(zip(mine, theirs, strict=False)):
         for key in here.keys() & there.keys():
-            if not _alike(here[key], there[key]):
+            if not alike(here[key], there[key]):
                 return i, key, here[key], there[key]
     return None
-
-
-def _alike(a: Any, b: Any) -> bool:
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    if isinstance(a, float | int) and isinstance(b, float | int):
-        return a == b or math.isclose(a, b, rel_tol=_CLOSE) or (a != a and b != b)
-    return bool(a == b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,10 @@ from onecard.tensor.dispatch import failed
 from onecard.tensor.dispatch.build import build
 from onecard.tensor.dispatch.entries import builders
 from onecard.tensor.dispatch.first_calls import FirstCalls, believed
-from onecard.tensor.dispatch.program import FirstRun, Program, Rewritten
+from onecard.tensor.dispatch.program import Compared, FirstRun, Program, Rewritten
 from onecard.tensor.dispatch.recent import Recent
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies
+from onecard.tensor.same_numbers import numbers_of
 from onecard.tensor.spec import STALE
 
 programs: Kept[Recent] = Kept(Recent)
@@ -92,10 +94,15 @@ def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
         program = builders.get(func, build)(func, args, kwargs)
     known = faked.here or not trace.faking()  # what is decided under a tracer may hold tensors without data
     keep = partial(programs.here.keep, key) if known else _forget
+    numbers = None if isinstance(program, Rewritten) else numbers_of(func, args, kwargs)
+    if numbers is not None and isinstance(program, Program):
+        program = replace(program, call=numbers.ahead_of(program.call))
     if unproved and isinstance(program, Program | Rewritten) and believed(func):
         program = FirstCalls(program)
     elif isinstance(program, Program):
         program = FirstRun(program, keep)
+    elif numbers is not None:
+        program = Compared(program, numbers)
     keep(program)
     return program
 
@@ -108,7 +115,7 @@ def program_for(func: Any, args: Any, kwargs: Any) -> Any:
     """The cached program of a call; one that never ran by itself, as an element of a list, is known before its first run."""
     key = (func, *(freeze(a, func) for a in args), *(x for n, a in kwargs.items() for x in (n, freeze(a, func))))
     program = programs.here.get(key) or _miss(key, func, args, kwargs)
-    return program.program if type(program) is FirstRun else program
+    return program.program if type(program) in (FirstRun, Compared) else program
 
 
 def freeze(value: Any, func: Any) -> Any:

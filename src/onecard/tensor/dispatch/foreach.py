@@ -55,7 +55,7 @@ class ForeachProgram:
         self.moves = [(i, m) for i, p in enumerate(elements) if p is not None for m in p.moves]
         # What sends a message is the same on every rank; only the kernel that follows may depend on this rank's shard.
         self.together = together
-        alike = all(p is None or not (p.call is not p.func or p.replace) for p in elements)
+        alike = all(p is None or not (getattr(p.call, "of", p.call) is not p.func or p.replace) for p in elements)
         self.one_kernel = alike and not elsewhere
 
     def __call__(self, args: Any, kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from onecard.rules.call import Path, schema_of, tensors_in
 from onecard.tensor import metrics
 from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.dist_tensor import DistTensor, announce
+from onecard.tensor.same_numbers import GivenNumbers
 from onecard.tensor.spec import Spec
 from onecard.tensor.watched import Operands, written
 
@@ -240,6 +241,25 @@ class FirstRun:
         made = self.program(args, kwargs)
         self.keep(in_order(self.program, made))
         return made
+
+
+class Compared:
+    """What runs a call otherwise than a ``Program``, whose numbers ranks compare first."""
+
+    simple = False
+    __slots__ = ("numbers", "program")
+
+    def __init__(self, program: Any, numbers: GivenNumbers) -> None:
+        self.program, self.numbers = program, numbers
+
+    @property
+    def func(self) -> Any:
+        """The operator."""
+        return self.program.func
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self.numbers.compare(args, kwargs)
+        return self.program(args, kwargs)
 
 
 def in_order(program: Program, made: Any) -> Program:
