@@ -81,6 +81,7 @@ def train(inside: int, behind: int, apart: int, recorded: bool, begin: int = 0) 
         if oc.get_rank() == 0:  # one rank may look at what it has on its own
             with torch.no_grad():
                 _ = (model[0].weight * random.random()).to_local() / (2 + random.random())
+            print(loss * random.random() / 3)
     return float(loss)
 
 
@@ -105,6 +106,12 @@ def test_and_a_recorded_step(begin):
     with pytest.raises(RankError, match=r"div at \S+py:\d+: 'other' is 3.0 on rank 0 and 4.0 on rank 1"):
         run_ranks(train, 2, 0, -1, 1, True, begin)
     run_ranks(train, 2, 0, 0, 0, True)
+
+
+def test_and_under_the_debug_check(monkeypatch):
+    monkeypatch.setenv("ONECARD_CHECK", "1")
+    with pytest.raises(RankError, match=r"the number 'other' counts for the whole, but it differs between ranks"):
+        run_ranks(train, 2, 0, -1, 1, False)
 
 
 def by_hand(lr: float) -> None:

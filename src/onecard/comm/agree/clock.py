@@ -33,6 +33,8 @@ class SilentProgress:
 
 _progress: Kept[dict[frozenset[int], SilentProgress]] = Kept(dict)
 _codes: dict[Any, int] = {}
+sent: Kept[int] = Kept(int)
+"""How many messages this process has sent."""
 latest: Kept[Clock | None] = Kept(lambda: None)
 """That of the last message that did not carry the number itself."""
 
@@ -79,6 +81,7 @@ class Clock:
             if self.ranks <= ranks:
                 chain = _mixed(chain, progress.chain)
         self.chain = chain
+        sent.here += 1
         self.last.append((chain, name, record.serving.here))
         if self.carried:
             self.group.stamp = (chain ^ chain >> 24) & 0xFFFFFFFF

@@ -26,7 +26,7 @@ from onecard.tensor.dispatch.first_calls import FirstCalls, believed
 from onecard.tensor.dispatch.program import Compared, FirstRun, Program, Rewritten
 from onecard.tensor.dispatch.recent import Recent
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies
-from onecard.tensor.same_numbers import numbers_of
+from onecard.tensor.same_numbers import claims_of, numbers_of
 from onecard.tensor.spec import STALE
 
 programs: Kept[Recent] = Kept(Recent)
@@ -167,7 +167,7 @@ def checked(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
         read = [(n, v) for n, v in values if isinstance(v, DistTensor) and v.mesh is mesh and n not in schema.written]
         copies = [copies_claim(f"{n!r}{record.name_of(v)}", v) for n, v in read if reads and has_copies(v)]
         written = next((record.name_of(v) for n, v in values if n in schema.written), "")
-        check.equal(f"{schema.name}{written}", mesh.process_ids, plain + copies)
+        check.equal(f"{schema.name}{written}", mesh.process_ids, plain + copies + claims_of(func, args, kwargs or {}))
     return dispatch(cls, func, types, args, kwargs)
 
 
