@@ -514,9 +514,9 @@ for x in oc.shard_dataloader(DataLoader(torch.arange(64.0), 8, shuffle=True), me
 
 
 @pytest.mark.share(1)
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_the_page_shows_what_the_check_says_and_all_ranks_end(number, tmp_path):
-    assert len(programs_of_the_page()) == 3
+    assert len(programs_of_the_page()) == 4
     source, expected = programs_of_the_page()[number]
     show = launch_anew if PROOF and not number else launch
     printed = show(tmp_path, source, ONECARD_CHECK="1").replace(f"{tmp_path.resolve()}/", "")

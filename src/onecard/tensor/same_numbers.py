@@ -123,7 +123,7 @@ class GivenNumbers:
                 if is_number(own) and not alike(json.loads(json.dumps(own)), other):
                     sides = sorted([(world.get_rank(), own), (rank, other)])
                     shown = " and ".join(f"{value} on rank {which}" for which, value in sides)
-                    sparse_check.stop(f"{self.operator} at {line}: {name!r} is {shown}. {_CURE}")
+                    sparse_check.stop(f"{self.operator} at {line}: {name!r} is {shown}. {_CURE}. {_HOW}")
 
         site.ask(json.dumps(mine), answered)
 
@@ -138,10 +138,10 @@ class GivenNumbers:
         return run
 
 
+_HOW = "ONECARD_CHECK=1 compares them at every call; ONECARD_CHECK=0 compares nothing"
 _CURE = (
     "A number of Python counts for the whole tensor, on every rank. Where it is of this rank's part (a count of its rows, a norm "
-    "of its part, a rate by its loss), compute it with the distributed tensor, and leave it one: n = mask.sum(); loss / n. "
-    "ONECARD_CHECK=0 compares nothing"
+    "of its part, a rate by its loss), compute it with the distributed tensor, and leave it one: n = mask.sum(); loss / n"
 )
 
 
