@@ -128,7 +128,7 @@ class GivenNumbers:
         site.ask(json.dumps(mine), answered)
 
     def ahead_of(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call on local tensors that compares them first; ``of`` is the call."""
+        """A call on local tensors that compares them first; ``of`` is the call. Not where numbers are replaced by this rank's."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.compare(args, kwargs)

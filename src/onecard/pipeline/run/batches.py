@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from onecard import recorded
 from onecard._torch.names import tree_leaves
 from onecard.comm.agree import sparse_check
 from onecard.comm.agree.sparse_check import Site, Subject
@@ -32,7 +33,9 @@ def compare(sites: Sequence[Site], operator: str, inputs: Any, targets: Any) -> 
     """
     for site, what, value in zip(sites, ("the input", "the labels"), (inputs, targets), strict=True):
         tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-        if tensors and all(map(_tells, tensors)):
+        with recorded.unrecorded():
+            tells = tensors and all(map(_tells, tensors))
+        if tells:
             given = enumerate(tensors)
             said = [
                 Subject(f"{what}{f' {i}' if len(tensors) > 1 else ''} {list(x.shape)}", x, _BELIEF, _CURE)

@@ -95,13 +95,13 @@ def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
     known = faked.here or not trace.faking()  # what is decided under a tracer may hold tensors without data
     keep = partial(programs.here.keep, key) if known else _forget
     numbers = None if isinstance(program, Rewritten) else numbers_of(func, args, kwargs)
-    if numbers is not None and isinstance(program, Program):
-        program = replace(program, call=numbers.ahead_of(program.call))
+    if numbers is not None and isinstance(program, Program) and not program.replace:
+        program, numbers = replace(program, call=numbers.ahead_of(program.call)), None
     if unproved and isinstance(program, Program | Rewritten) and believed(func):
         program = FirstCalls(program)
     elif isinstance(program, Program):
-        program = FirstRun(program, keep)
-    elif numbers is not None:
+        program = FirstRun(program, keep if numbers is None else lambda p: keep(Compared(p, numbers)))
+    if numbers is not None:
         program = Compared(program, numbers)
     keep(program)
     return program
@@ -115,7 +115,8 @@ def program_for(func: Any, args: Any, kwargs: Any) -> Any:
     """The cached program of a call; one that never ran by itself, as an element of a list, is known before its first run."""
     key = (func, *(freeze(a, func) for a in args), *(x for n, a in kwargs.items() for x in (n, freeze(a, func))))
     program = programs.here.get(key) or _miss(key, func, args, kwargs)
-    return program.program if type(program) in (FirstRun, Compared) else program
+    program = program.program if type(program) is Compared else program
+    return program.program if type(program) is FirstRun else program
 
 
 def freeze(value: Any, func: Any) -> Any:
