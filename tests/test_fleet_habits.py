@@ -540,3 +540,45 @@ def together_hooked(level: str, mode: Any) -> None:
 def test_a_hook_on_several_gradients_sees_whole_ones(level) -> None:
     for mode in ("all", "any"):
         run_ranks(together_hooked, 2, level, mode)
+
+
+def by_layer(level: str) -> None:
+    """Parameters that are reached by their layer are those that the optimizer knows, as on one card."""
+    begin(dp=2)
+    losses: list[list[float]] = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR)
+        if parallel:
+            model, optimizer, _ = fleet.group_sharded_parallel(model, optimizer, level)
+        found = []
+        for step in range(6):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            loss = model(x.chunk(2)[oc.get_rank()] if parallel else x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+            head = [*model[2].parameters()]
+            if step == 1:  # its moments begin anew
+                assert all(p in optimizer.state for p in head)
+                for p in head:
+                    optimizer.state.pop(p)
+            elif step == 3:  # it gets a group of its own
+                chosen = {*map(id, head)}
+                group = optimizer.param_groups[0]
+                mine = [p for p in group["params"] if id(p) in chosen]
+                group["params"] = [p for p in group["params"] if id(p) not in chosen]
+                assert len(mine) == len({*mine} & {*head}) == 2
+                optimizer.add_param_group({"params": mine, "lr": LR / 10})
+        total = torch.stack(found)
+        if parallel:
+            torch.distributed.all_reduce(total)
+        losses.append((total / (2 if parallel else 1)).tolist())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
+def test_parameters_of_a_layer_are_the_optimizers(level) -> None:
+    run_ranks(by_layer, 2, level)

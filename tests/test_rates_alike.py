@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,21 @@ def marked(stage: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer
     return model, oc.shard_optimizer(optimizer, kind("dp", mesh) if kind is not None else None), mesh
 
 
-def by_marks(stage: int, options: dict[str, float], weights: int, recorded: bool = False) -> float:
+def by_marks(
+    stage: int, options: dict[str, float], weights: int, recorded: bool = False, random: bool = False
+) -> float:
     """Rank 1 has other ``options``, or writes other values, from call 10 on."""
+    with oc.one_card_random() if random else nullcontext():
+        return _by_marks(stage, options, weights, recorded)
+
+
+def _by_marks(stage: int, options: dict[str, float], weights: int, recorded: bool) -> float:
     model, optimizer, mesh = marked(stage, lr=0.1)
     factors = torch.ones(4)
 
-    def step(x: Any) -> Any:
+    def step(x: Any, y: Any) -> Any:
         optimizer.zero_grad()
-        loss = (model(x) * factors).square().mean()
+        loss = (model(x) * factors - y).square().mean()
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -47,11 +55,16 @@ def by_marks(stage: int, options: dict[str, float], weights: int, recorded: bool
                     model[0].bias.to_local().add_(1.0)
             elif weights == 2:
                 factors.add_(1.0)
-        loss = run(oc.shard_tensor(torch.randn(4, 8), mesh, [oc.Shard(0)]))
+        x, y = torch.randn(4, 8), torch.randn(4, 4)
+        if call >= 10 and oc.get_rank() == 1 and weights in (3, 4):
+            x, y = (x + 1, y) if weights == 3 else (x, y + 1)
+        x, y = (oc.shard_tensor(value, mesh, [oc.Shard(0)]) for value in (x, y))
+        loss = run(x, y)
     return float(loss)
 
 
-def by_fleet(kind: str, lr: float) -> float:
+def by_fleet(kind: str, lr: float, at: int = -1) -> float:
+    """Rank 1 has another rate: from the beginning, or at one step."""
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {kind if kind.endswith("degree") else "dp_degree": 2}
     fleet.init(is_collective=True, strategy=strategy)
@@ -60,12 +73,14 @@ def by_fleet(kind: str, lr: float) -> float:
     model: Any = nn.Linear(8, 4)
     if kind == "mp_degree":  # no rank has a copy of anything
         model = layers.ColumnParallelLinear(8, 4, has_bias=False, gather_output=True)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=lr if oc.get_rank() else 0.1)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=lr if oc.get_rank() and at < 0 else 0.1)
     if kind.endswith("degree"):
         model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
     else:
         model, optimizer, _ = fleet.group_sharded_parallel(model, optimizer, kind)
-    for _ in range(9):
+    for step in range(9):
+        if oc.get_rank() and at >= 0:
+            optimizer.param_groups[0]["lr"] = lr if step == at else 0.1
         optimizer.zero_grad()
         loss = model(torch.randn(4, 8)).square().mean()
         loss.backward()
@@ -79,7 +94,8 @@ def test_ranks_that_divide_an_update_and_have_other_options_are_told(stage, opti
     field = next(iter(options))
     words = rf"AdamW.step at \S+py:\d+: '{field}' of group 0 is .* on rank 0 and .* on rank 1"
     inside = r"(lerp_|mul_) at \S+py:\d+: '\w+' is .* on rank 0 and .* on rank 1"  # operators are compared more often
-    with pytest.raises(RankError, match=f"{words}|{inside}"):
+    before = rf"out of step[\s\S]*AdamW.step with lr 0.1, .*{field}"  # messages carry it
+    with pytest.raises(RankError, match=f"{words}|{inside}|{before}"):
         run_ranks(by_marks, 2, stage, options, 0)
 
 
@@ -88,6 +104,12 @@ def test_ranks_of_a_fleet_that_have_other_rates_are_told(kind):
     with pytest.raises(RankError, match=r"'lr' of group 0 is 0.1 on rank 0 and 0.2 on rank 1"):
         run_ranks(by_fleet, 2, kind, 0.2)
     run_ranks(by_fleet, 2, kind, 0.1 * (1 + 1e-9))  # as another processor may round it
+
+
+@pytest.mark.parametrize("kind", ["sharding_degree", "os", "os_g", "p_g_os"])
+def test_a_rate_of_one_step_alone_is_told_with_the_next_message(kind):
+    with pytest.raises(RankError, match=r"AdamW.step with lr 0.1, [\s\S]*AdamW.step with lr 0.2, "):
+        run_ranks(by_fleet, 2, kind, 0.2, 5)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -104,6 +126,18 @@ def test_a_recording_whose_ranks_have_other_rates_is_told_when_it_is_compared(st
 def test_what_ranks_have_otherwise_in_a_recorded_step_is_told_when_it_is_compared(weights, said):
     with pytest.raises(RankError, match=said):
         run_ranks(by_marks, 2, 0, {}, weights, True)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("weights", [1, 2, 3, 4])
+def test_the_same_where_numbers_are_drawn_as_on_one_card(weights, recorded):
+    """Also inputs and labels of one shape, of which each was compared at all of its calls or at none."""
+    words = r"promises equal copies|counts as Replicate, but it differs between ranks"
+    with pytest.raises(RankError, match=words):
+        run_ranks(by_marks, 2, 0, {}, weights, recorded, random=True)
+    if weights > 2:
+        with pytest.raises(RankError, match=words):
+            run_ranks(by_marks, 2, 0, {}, weights, recorded)
 
 
 def test_what_is_no_number_is_not_compared_and_numbers_may_be_rounded_otherwise():

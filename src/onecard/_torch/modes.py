@@ -15,6 +15,9 @@ class DispatchMode(TorchDispatchMode):
     long as a look at the operator.
     """
 
+    keeps_values = False
+    """Whether tensors have under it the values that they have without it."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False

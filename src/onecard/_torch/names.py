@@ -209,6 +209,11 @@ _keeping: tuple[Any, Any] = (
 )
 
 
+def values_are_there() -> bool:
+    """Whether no mode is on but such as leave tensors the values that they have without it."""
+    return not modes_on() or (_modes is not None and all(getattr(mode, "keeps_values", False) for mode in _modes()))
+
+
 def keeps_results() -> bool:
     """Whether a policy of recompute may keep what operators give now."""
     if not modes_on():

@@ -11,6 +11,7 @@ from torch import Tensor
 from onecard.comm.agree import check, clock, sparse_check
 from onecard.comm.agree.sparse_check import Site, Subject
 from onecard.comm.base import record
+from onecard.comm.base.state import Kept
 from onecard.comm.issue import groups
 from onecard.comm.world import world
 from onecard.place.layout import Layout
@@ -37,7 +38,7 @@ class Operands:
         self.here, self.apart = mesh.coordinate() is not None, mesh in groups.apart.here
         names = ",".join(name for name, _ in paths)
         self.labels = tuple(f"{operator}/{names}/{'grad' if grad else 'no_grad'}" for grad in (False, True))
-        self.sites = tuple(_site(mesh, label) for label in self.labels)
+        self.sites: dict[Any, Site] = {}
 
     def compare(self, at: Callable[[Path], Any]) -> None:
         """Compare them, if it is time to."""
@@ -46,8 +47,11 @@ class Operands:
                 x = at(path)
                 if isinstance(x, Tensor) and x.requires_grad:  # backward goes on with each rank's own
                     x.register_hook(own_whole)
-        grad, stages = torch.is_grad_enabled(), own_stages.here
-        site = self.sites[grad] if not stages else _site(self.mesh, f"{self.labels[grad]}/{stages}")
+        label, stages = self.labels[torch.is_grad_enabled()], own_stages.here
+        key = (label, stages, _turn(self.mesh, label, stages))
+        site = self.sites.get(key)
+        if site is None:
+            site = self.sites[key] = _site(self.mesh, "/".join(map(str, key)))
         if site.tick():
             world.init()  # a program in which nothing is sent would never meet
             if not self.here:
@@ -79,24 +83,42 @@ def _site_of(layout: Layout, *what: Any) -> Site:
     return sparse_check.site((layout, *what), lambda: f"{layout.mesh!r}/{layout}/{'/'.join(map(str, what))}")
 
 
+_turns: Kept[dict[Any, tuple[int, int]]] = Kept(dict)
+
+
+def _turn(*of: Any) -> int:
+    """Which call of a kind this is since the last message, of the first few.
+
+    Inputs and labels that are laid out one after the other are two subjects: of one, each second call would never be compared.
+    """
+    sent, number = _turns.here.get(of, (-1, 0))
+    now = clock.sent.here
+    number = (number + 1) % _TURNS if sent == now else 0
+    _turns.here[of] = now, number
+    return number
+
+
+_TURNS = 8
+
+
 def whole(call: str, x: Tensor, layout: Layout) -> None:
     """Compare a whole value that each rank gives to be laid out."""
-    site = _site_of(layout, call, x.dim())
+    site = _site_of(layout, call, x.dim(), _turn(layout, call, x.dim()))
     if site.tick():
         sparse_check.equal(site, f"{call} as [{layout}]", [_plain("data", x)])
 
 
 def part(call: str, local: Tensor, layout: Layout, cure: str) -> None:
     """Compare the part that each rank gives with those that should be equal to it; warn where different parts are equal."""
-    copied = copied_axes(layout)
+    copied, turn = copied_axes(layout), _turn(layout, call, local.dim())
     mine = _place(layout.mesh, copied)
     if copied:
-        site = _site_of(layout, call, local.dim(), "copies", mine)
+        site = _site_of(layout, call, local.dim(), "copies", mine, turn)
         if site.tick():
             name = f"the part {list(local.shape)} {str(local.dtype).removeprefix('torch.')} [{layout}]"
             sparse_check.equal(site, call, [Subject(name, local, "promises equal copies", COPIES)])
     if any(layout.dims) and not layout.pending:
-        site = _site_of(layout, call, local.dim(), "parts")
+        site = _site_of(layout, call, local.dim(), "parts", turn)
         if site.tick():
             sparse_check.parts(site, call, local, mine, cure)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onecard import recorded
-from onecard.comm.agree import sparse_check
+from onecard.comm.agree import clock, sparse_check
 from onecard.comm.agree.numbers import alike
 from onecard.comm.base import record
 from onecard.comm.world import world
@@ -24,7 +24,7 @@ _known: WeakKeyDictionary[Optimizer, tuple[int, tuple[int, ...]]] = WeakKeyDicti
 
 
 def compare(optimizer: Optimizer, ranks: Callable[[], Sequence[int]]) -> None:
-    """Ahead of a step, at steps 1, 2, 4, 8, 16, 24, ...: what an optimizer's groups say.
+    """Ahead of a step: what an optimizer's groups say; by name at steps 1, 2, 4, 8, 16, 24, ..., else as messages carry it.
 
     Args:
         ranks: those whose optimizers have the same groups, this one among them; asked for once.
@@ -40,6 +40,7 @@ def compare(optimizer: Optimizer, ranks: Callable[[], Sequence[int]]) -> None:
     number, among = _known[optimizer]
     if len(among) < 2:
         return
+    clock.mark(among, _in_words(optimizer))
     site = sparse_check.site(("rates", number, among), lambda: f"rates/{number}/{among}")
     if not site.tick():
         return
@@ -69,9 +70,35 @@ _CURE = (
 
 def _said(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The numbers of the optimizer's own options, by group."""
-    keys = sorted({"lr", *optimizer.defaults})
+    keys = ("lr", *(key for key in optimizer.defaults if key != "lr"))
     found = ({key: _plain(group.get(key)) for key in keys} for group in optimizer.param_groups)
     return [{key: value for key, value in group.items() if value is not None} for group in found]
+
+
+_words: WeakKeyDictionary[Optimizer, tuple[list[Any], str]] = WeakKeyDictionary()
+
+
+def _in_words(optimizer: Optimizer) -> str:
+    """The step with the options of all groups, for the messages' history: in as many digits as all processors round alike."""
+    given = [group.get(key) for group in optimizer.param_groups for key in ("lr", *optimizer.defaults)]
+    last, words = _words.get(optimizer, (None, ""))
+    tensors = any(isinstance(value, Tensor) for value in given)  # they may be written to
+    if tensors or given != last:
+        with recorded.unrecorded():
+            kinds = dict.fromkeys(
+                ", ".join(f"{key} {_rounded(v)}" for key, v in group.items() if not isinstance(v, bool))
+                for group in _said(optimizer)
+            )
+        words = f"{type(optimizer).__name__}.step with {'; '.join(kinds)}"
+        if not tensors:
+            _words[optimizer] = given, words
+    return words
+
+
+def _rounded(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_rounded, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _plain(value: Any) -> Any:
@@ -80,7 +107,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
-    if isinstance(value, Tensor) and value.numel() == 1 and sparse_check.comparable(value):
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cuda and sparse_check.comparable(value):
         return value.item()
     return None
 

@@ -159,7 +159,7 @@ def comparable(tensor: Tensor) -> bool:
 
 
 def _traced(tensor: Tensor) -> bool:
-    if _torch.modes_on() > recorded.is_followed() or tensor._is_zerotensor():
+    if not _torch.values_are_there() or tensor._is_zerotensor():
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -270,6 +270,12 @@ class FixedParameters(dict[str, Any]):
 
         return {name: copy.deepcopy(self[name], memo) for name in self}
 
+    def items(self) -> Any:
+        return [(name, trained(p)) for name, p in dict.items(self)]
+
+    def values(self) -> Any:
+        return [trained(p) for p in dict.values(self)]
+
     @staticmethod
     def gathering(blocks: ParameterBlocks) -> Callable[[Any], FixedParameters]:
         """Of modules whose parameters have no memory but while they are needed."""

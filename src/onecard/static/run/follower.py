@@ -334,6 +334,8 @@ def _as_long(target: Any, args: Sequence[Any], other: Sequence[Any]) -> tuple[An
 class _Mode(DispatchMode):
     """Sees every operator below autograd; those of distributed tensors go on, to what they are made of."""
 
+    keeps_values = True
+
     def __init__(self, follower: Follower) -> None:
         super().__init__()
         self.follower = follower

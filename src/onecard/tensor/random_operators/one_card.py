@@ -59,6 +59,8 @@ def _compare(number: int, seed: int) -> None:
 class _Dispatch(DispatchMode):
     """Below autograd: random operators on plain tensors by onecard's handlers."""
 
+    keeps_values = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fakes.asks_device(func, args):
             return args[0].fake_device
