@@ -7,6 +7,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onecard._torch import names
+
 
 class DispatchMode(TorchDispatchMode):
     """Sees every operator of a block.
@@ -21,6 +23,12 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def values_are_there() -> bool:
+    """Whether no mode is on but such as leave tensors the values that they have without it."""
+    stack = names.mode_stack
+    return not names.modes_on() or (stack is not None and all(getattr(mode, "keeps_values", False) for mode in stack()))
 
 
 def is_within(kind: type[TorchFunctionMode]) -> bool:

@@ -202,16 +202,11 @@ def beneath(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 # Modes by which a policy of recompute keeps results. In their place: none, so that any mode may be one.
-_modes: Callable[[], list[Any]] | None = _take("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", None)
+mode_stack: Any = _take("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", None)
 _keeping: tuple[Any, Any] = (
     _take("torch.utils.checkpoint:_CachingTorchDispatchMode", None),
     _take("torch.utils.checkpoint:_CachedTorchDispatchMode", None),
 )
-
-
-def values_are_there() -> bool:
-    """Whether no mode is on but such as leave tensors the values that they have without it."""
-    return not modes_on() or (_modes is not None and all(getattr(mode, "keeps_values", False) for mode in _modes()))
 
 
 def keeps_results() -> bool:
@@ -219,7 +214,7 @@ def keeps_results() -> bool:
     if not modes_on():
         return False
     known = tuple(kind for kind in _keeping if kind is not None)
-    return _modes is None or len(known) < 2 or any(isinstance(mode, known) for mode in _modes())
+    return mode_stack is None or len(known) < 2 or any(isinstance(mode, known) for mode in mode_stack())
 
 
 def count_writes(func: OpOverload, args: Any) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from onecard._torch.hooks import module_pickler
 from onecard._torch.imported import when_imported
 from onecard._torch.uncompiled import uncompiled
-from onecard.auto import dcp, taken
+from onecard.auto import dcp, taken, tied
 from onecard.comm.base.record import user_line
 from onecard.comm.base.state import Kept
 from onecard.comm.world import world
@@ -65,6 +65,7 @@ def enter(seed: int, stack: ExitStack) -> None:
     stack.callback(setattr, as_one_card, "here", False)
     taken.put(stack, [*hidden(), *_programs(), *numbers(), *_whole()])
     dcp.one_card(stack)
+    tied.one_card(stack)
 
 
 _OURS = ("CUDA_VISIBLE_DEVICES", "WANDB_MODE")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecard import recorded
-from onecard._torch import names as _torch
+from onecard._torch.modes import values_are_there
 from onecard.comm.agree import agree, check, claims, prints
 from onecard.comm.base import attempt, record
 from onecard.comm.base.state import Kept
@@ -159,7 +159,7 @@ def comparable(tensor: Tensor) -> bool:
 
 
 def _traced(tensor: Tensor) -> bool:
-    if not _torch.values_are_there() or tensor._is_zerotensor():
+    if not values_are_there() or tensor._is_zerotensor():
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
