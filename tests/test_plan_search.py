@@ -448,3 +448,37 @@ def test_what_python_does_for_a_divided_parameter_is_priced():
     assert (
         oc.plan(model, machine=host.recorded(), fixed=only, **given).best.zero > 0
     )  # a recorded step has no Python in it
+
+
+class Remembering(nn.Module):
+    """A block that puts its keys into a cache, as those of transformers do: run once more, it finds its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.keys, self.out = number, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, cache: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+        mine = cache.setdefault(self.number, [])
+        mine.append(self.keys(x))
+        scores = x @ torch.cat(mine, 1).transpose(1, 2) + torch.zeros(4, 4)
+        return x + self.out(scores.softmax(-1) @ x)
+
+
+class WithCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembering(i) for i in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache: dict[int, list[torch.Tensor]] = {}
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+def test_blocks_that_cannot_run_once_more_leave_recomputation_out() -> None:
+    given: dict[str, Any] = dict(batch=torch.zeros(8, 4, 8), loss=lambda m, x: m(x).square().mean(), machine="A100")
+    found = oc.plan(WithCache(), world=2, objective="memory", **given)
+    assert found.best.recompute == "none"
+    with pytest.raises(RuntimeError, match=r"broadcast|size of tensor"):
+        oc.plan(WithCache(), world=2, fixed={"recompute": "full"}, **given)

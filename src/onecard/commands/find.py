@@ -104,6 +104,10 @@ def looked(script: Path, arguments: list[str], ranks: int, machine: str, memory:
         with open(os.devnull, "w") as nothing, redirect_stderr(nothing):
             found, names = searched(script, arguments, ranks, on, memory)
     except RehearsalError as why:
+        if memory:
+            raise RehearsalError(
+                f"{why}\n  so no price is known, nor what fits in --memory {memory:g}: --auto plan.json takes a plan as it is"
+            ) from why
         return Job(pure(ranks)), _by_default(str(why), ranks)
     return Job(found.best, names), f"onecard run --auto: {found}"
 

@@ -220,7 +220,15 @@ class Search:
 
     def _open_all(self, group: Plan, found: Searched, queue: _Queue) -> None:
         """Put the plans of a group in line."""
-        bounds, _ = self.opened(group)
+        try:
+            bounds, _ = self.opened(group)
+        except _OF_PROGRAMS as fault:
+            if group.recompute == "none" or "recompute" in self.space.fixed:
+                raise
+            self.space.leave_out(  # it keeps something from one forward to the next, as transformers' caches do
+                f"recompute={group.recompute!r}: a block that runs once more does not do the same: {str(fault).splitlines()[0]}"
+            )
+            return
         large = float("inf")
         for plan in self.members(group):
             found.looked += 1
@@ -248,6 +256,10 @@ class Search:
         self._again.add(group)
         for other in self.space.again(group):
             queue.put(least, _Entry(other))
+
+
+_OF_PROGRAMS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What somebody's code may raise."""
 
 
 @dataclass(frozen=True, slots=True)

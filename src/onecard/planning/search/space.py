@@ -81,7 +81,7 @@ class Space:
         """Rows of a microbatch: without a pipeline as many as can be, with one such that each rank has enough to do."""
         sizes = self.subject.microbatches(dp, pp)
         if not sizes:
-            self._left_out(f"dp={dp} does not divide {self.subject.rows} rows")
+            self.leave_out(f"dp={dp} does not divide {self.subject.rows} rows")
         if "microbatches" in self.fixed:
             rows, count = -(-self.subject.rows // dp), self.fixed["microbatches"]
             return [rows // count] if sizes and rows % count == 0 else []
@@ -99,7 +99,7 @@ class Space:
             return
         for name, axis, there in ((self._pipelined, "pp", pp > 1), ("sequence_parallel", "tp", tp > 1)):
             if not there and _is_said(name, self.fixed):
-                self._left_out(f"{name}={self.fixed[name]!r} says nothing where {axis}=1")
+                self.leave_out(f"{name}={self.fixed[name]!r} says nothing where {axis}=1")
                 return
         count = per_rank // rows
         if "microbatches" in self.fixed and self.fixed["microbatches"] != count:
@@ -113,11 +113,11 @@ class Space:
         )  # fmt: skip
         why = self.subject.can(one)
         if why:
-            self._left_out(why)
+            self.leave_out(why)
             return
         placed = self.subject.placed(one, self.machine)
         if not placed:
-            self._left_out(
+            self.leave_out(
                 f"every cut of parameters over tp={tp} ranks sends more than it saves on {self.machine.name or 'this machine'}. "
                 'To have one all the same: Plan(tp=..., placements=(("*.up.weight", "tp: Shard(0)"), ...))'
             )
@@ -157,7 +157,7 @@ class Space:
                 if not one.stages:
                     schedule_named(one.schedule, one.pp, one.virtual, messages=False)(min(one.microbatches, one.pp))
             except (PlanError, ScheduleError) as why:
-                self._left_out(str(why))
+                self.leave_out(str(why))
                 continue
             yield one
 
@@ -178,7 +178,7 @@ class Space:
         stages: Sequence[int] = (0, 1, 2, 3) if plan.dp > 1 or shards > 1 else (0,)
         for zero in self._pick("zero", stages):
             if zero and shards == 1:
-                self._left_out(f"zero={zero} divides nothing where dp=1")
+                self.leave_out(f"zero={zero} divides nothing where dp=1")
                 continue
             # Gradients that are divided as they come are sent for each microbatch: that is stage 3's price.
             if zero == 2 and plan.microbatches > 1 and "zero" not in self.fixed:
@@ -187,7 +187,7 @@ class Space:
                 try:
                     yield replace(plan, zero=zero, replicas=replicas)
                 except PlanError as why:
-                    self._left_out(str(why))
+                    self.leave_out(str(why))
 
     def _copies(self, plan: Plan, zero: int) -> Sequence[int]:
         """One, and one for each host, if stage 3 then stays on a host."""
@@ -199,7 +199,7 @@ class Space:
         if plan.recompute == "none" or "recompute_blocks" in self.fixed:
             blocks = self.fixed.get("recompute_blocks", 0)
             if blocks and plan.recompute == "none":
-                self._left_out(f"recompute_blocks={blocks} says nothing where recompute='none'")
+                self.leave_out(f"recompute_blocks={blocks} says nothing where recompute='none'")
                 return
             yield replace(plan, recompute_blocks=blocks) if blocks else plan
             return
@@ -225,7 +225,8 @@ class Space:
             return [1]
         return [1, *(2**i for i in range(1, 11) if sequence // 2**i >= 2048)]
 
-    def _left_out(self, why: str) -> None:
+    def leave_out(self, why: str) -> None:
+        """Plans that there are not, and why."""
         self.why[why] = self.why.get(why, 0) + 1
 
 
