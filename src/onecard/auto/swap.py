@@ -51,6 +51,7 @@ def lay_out(
         PlanError: a lazy layer, which has no parameters yet;
             a graph that autograd keeps holds a parameter, so that nothing can take its place.
     """
+    torch.clear_autocast_cache()  # casts of a forward that only looked refer to the parameters
     refuse_lazy(module, "laying a model out", PlanError)
     first = dict[int, str]()
     with without_weak_weights(module), without_products(module):

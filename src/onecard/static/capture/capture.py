@@ -98,8 +98,8 @@ class Capture:
             self.ran = Ran(fn, self.leaves, self.before.had, self._found, made_before)
         sketched = recorder.sketch is not None
         held = HeldValues([fn, *self.leaves, *(root for _, root in self.given_roots)]) if self.taken_back else None
-        ended = False
-        recorded.recorder = recorder
+        torch.clear_autocast_cache()  # of an autocast around the call: casts that the step has not made, or made of fakes
+        recorded.recorder, ended = recorder, False
         try:
             for _, root in self.given_roots:
                 self._found(root)
