@@ -144,6 +144,11 @@ ARGUMENTS = (
         ("--recompute-method block", "idle", "recomputes nothing; --recompute-granularity full"),
         ("--recompute-activations --recompute-granularity full --recompute-method uniform", "mistake", "leave one of them out"),
         ("--max-position-embeddings 2048", "mistake", "2048 positions for sequences of 4096 tokens; --max-position-embeddings 4096"),
+        ("--max-position-embeddings 2048 --position-embedding-type rope", "mistake", "2048 positions for sequences of 4096 tokens"),
+        ("--overlap-param-gather --overlap-grad-reduce", "mistake",
+         "--overlap-param-gather without --use-distributed-optimizer: Megatron-LM stops at its start; add --use-distributed"),
+        ("--use-distributed-optimizer --overlap-param-gather", "mistake", "--overlap-param-gather without --overlap-grad-reduce"),
+        ("--tensor-model-parallel-size 4 --tp-comm-overlap", "mistake", "--tp-comm-overlap without --sequence-parallel"),
         ("--nproc_per_node 8 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
          "--pipeline-model-parallel-size 2 --global-batch-size 64", "cost", "gathers the parameters for every microbatch, 16 times"),
         ("--tensor-model-parallel-size 16 --nproc_per_node 8 --nnodes 2", "cost", "tp=16 is more than the 8 ranks of a host"),

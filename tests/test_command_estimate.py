@@ -157,6 +157,8 @@ def test_what_a_plan_says_otherwise_than_its_program_is_told(tmp_path, capsys, p
     out = " ".join(capsys.readouterr().out.split())
     assert out.count("note:") == len(told)
     assert all(re.search(words, out) for words in told), out
+    notes = estimated(tmp_path, programs.PLAIN, "--plan", str(tmp_path / "plan.json"))["notes"]
+    assert len(notes) == len(told) and all(re.search(words, " ".join(notes)) for words in told)
 
 
 @pytest.mark.parametrize("loss", [torch.nn.CrossEntropyLoss(), torch.nn.functional.mse_loss])

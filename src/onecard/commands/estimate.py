@@ -146,7 +146,7 @@ def _otherwise(plan: Plan, model: nn.Module, batch: Sequence[Tensor]) -> list[st
 
 def _write(found: RankStep, outputs: Outputs, findings: Sequence[str]) -> None:
     if outputs.json:
-        print_json(found.data())
+        print_json(found.data() | {"notes": findings})
     else:
         show(found, findings)
     if outputs.trace is not None:

@@ -125,7 +125,7 @@ def write(job: JobCost, outputs: Outputs, title: str, findings: Sequence[str] = 
     from onecard.reports.job_data import job_data, panels
 
     if outputs.json:
-        print_json(job_data(job))
+        print_json(job_data(job) | {"notes": [*findings]})
     else:
         show(job, findings)
     if outputs.trace is not None:

@@ -14,6 +14,7 @@ from typing import Any
 from onecard.errors import PlanError
 from onecard.planning.audit.arguments import megatron_arguments
 from onecard.planning.audit.audit import Audit, Given, audited, microbatches, share
+from onecard.planning.audit.needed import missing
 from onecard.planning.audit.settings import Ignored, Settings
 from onecard.planning.fit import Finding
 
@@ -32,7 +33,7 @@ NO_EFFECT = (
 def read_megatron(path: Path, given: Given) -> Audit:
     """A script, or a file of arguments, that starts Megatron-LM."""
     settings, made = megatron_arguments(path, given.define)
-    found: list[Finding] = []
+    found = missing(settings)
     plan = _degrees(settings, given, found)
     model = _model(settings, plan["tp"], given, found)
     plan |= _stages(settings, plan, model["layers"], found)
@@ -120,8 +121,8 @@ def _model(settings: Settings, tp: int, given: Given, found: list[Finding]) -> d
         model["positions"] = "rotary"
     rows = settings.whole("max-position-embeddings", 0, "{} positions")
     model["rows"] = rows if model["positions"] == "learned" else 0
-    if 0 < model["rows"] < model["sequence"]:
-        words = f"{model['rows']} positions for sequences of {model['sequence']} tokens"
+    if 0 < rows < model["sequence"]:
+        words = f"{rows} positions for sequences of {model['sequence']} tokens"
         where = settings.where("max-position-embeddings")
         found.append(Finding("mistake", "rows", words, f"--max-position-embeddings {model['sequence']}", where))
         model["rows"] = 0
