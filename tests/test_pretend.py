@@ -45,7 +45,7 @@ OF_ALL_WORLDS = {
         "comm.shm.group.alive", "fleet.gradients.merging._known", "fleet.gradients.scaling._resting",
         "train.judged._known", "fleet.zero.whole._wholes", "fleet.zero.whole.divided",
         "train.layer.replaced", "train.zero.optimizer._checked",
-        "train.rates._known",
+        "train.rates._known", "train.rates._words",
         "train.zero.last_hooks._behind", "train.zero.last_hooks._ours", "train.zero.resume._seen", "train.zero.resume.sharders",
         "tensor.aliasing.memory.copies", "tensor.deferred.calls.records",
     ),
