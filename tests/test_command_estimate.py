@@ -169,17 +169,6 @@ def test_a_loss_of_an_output_and_a_target_is_named(loss):
         oc.price(torch.nn.Linear(4, 2), oc.Plan(), H100, batch=(torch.zeros(2, 4), torch.zeros(2, 2)), loss=loss)
 
 
-def test_a_module_may_be_the_loss_of_a_model_and_its_batch():
-    class Loss(torch.nn.Module):
-        def forward(self, model, x):
-            return model(x).square().mean()
-
-    given = dict(batch=torch.zeros(2, 4), plan=oc.Plan(), machine=H100)
-    model = torch.nn.Linear(4, 2)
-    expected = oc.price(model, loss=lambda m, x: m(x).square().mean(), **given)
-    assert oc.price(model, loss=Loss(), **given).seconds == expected.seconds
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_modules_are_priced_in_the_plans_dtype(dtype):
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])

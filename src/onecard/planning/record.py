@@ -89,7 +89,7 @@ def recorded(model: Model, plan: Plan, batch: Any, loss: Loss | None) -> Recorde
     Raises:
         PlanError: among others, where ``loss`` takes an output and a target, as torch's do.
     """
-    if (getattr(loss, "__module__", None) or "").startswith("torch."):  # of a module: that of its class
+    if isinstance(loss, nn.Module) or (getattr(loss, "__module__", None) or "").startswith("torch."):
         raise PlanError(
             f"loss={getattr(loss, '__name__', type(loss).__name__)} takes an output and a target; wanted is a function of the "
             "model and its batch: loss=lambda model, x, y: criterion(model(x), y)",
