@@ -25,7 +25,7 @@ from onecard.comm.base.state import Kept
 from onecard.comm.issue import groups
 from onecard.comm.world import world
 from onecard.place.mesh import ProcessMesh
-from onecard.rules.call import schema_of
+from onecard.rules.call import schema_of, tensors_in
 from onecard.tensor.dist_tensor import DistTensor
 
 ALWAYS = 32
@@ -175,13 +175,9 @@ def numbers_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> GivenN
     if not sparse_check.on.here:
         return None
     given = _places(func, args, kwargs)
-    first = next((x for x in _flat((*args, *kwargs.values())) if isinstance(x, DistTensor)), None)
+    first = next((x for x in tensors_in((*args, *kwargs.values())) if isinstance(x, DistTensor)), None)
     if not given or first is None or first.mesh.size == 1 or first.mesh.coordinate() is None:
         return None
     known, layout = schema_of(func), first._spec.layout
     label = f"{known.name}.{known.overload}/{layout}/{first.dim()}/numbers"
     return GivenNumbers(known.name, given, first.mesh, label, bool(known.written), first.mesh in groups.apart.here)
-
-
-def _flat(values: Sequence[Any]) -> list[Any]:
-    return [item for v in values for item in (v if isinstance(v, list | tuple) else (v,))]
