@@ -58,7 +58,7 @@ def averages(loss: Any, model: Any, n: float) -> Any:
 INSIDE, BEHIND = (divided, scaled, smoothed, dropped, clamped, chosen, of_a_list), (gradients, averages)
 
 
-def train(inside: int, behind: int, apart: int, recorded: bool, begin: int = 0) -> float:
+def train(inside: int, behind: int, apart: int, recorded: bool, begin: int = 0, calls: int = 18) -> float:
     torch.manual_seed(0)
     mesh = oc.ProcessMesh(np.arange(2), ["dp"])
     model = oc.shard_layer(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), mesh)
@@ -75,7 +75,7 @@ def train(inside: int, behind: int, apart: int, recorded: bool, begin: int = 0) 
         return loss.detach()
 
     run = oc.to_static(step) if recorded else step
-    for call in range(18):
+    for call in range(calls):
         n = 3.0 + (apart * oc.get_rank() if call >= begin else 0)
         loss = run(oc.shard_tensor(torch.randn(8, 5), mesh, [oc.Shard(0)]), n)
         if oc.get_rank() == 0:  # one rank may look at what it has on its own
@@ -106,6 +106,12 @@ def test_and_a_recorded_step(begin):
     with pytest.raises(RankError, match=r"div at \S+py:\d+: 'other' is 3.0 on rank 0 and 4.0 on rank 1"):
         run_ranks(train, 2, 0, -1, 1, True, begin)
     run_ranks(train, 2, 0, 0, 0, True)
+
+
+def test_a_fault_that_begins_late_is_told():
+    """After the first messages those are looked at whose hash says so, on all ranks alike."""
+    with pytest.raises(RankError, match=r"div at \S+py:\d+: 'other' is 3.0 on rank 0 and 4.0 on rank 1"):
+        run_ranks(train, 2, 0, -1, 1, False, 60, 200)
 
 
 def test_and_under_the_debug_check(monkeypatch):
