@@ -80,7 +80,7 @@ def jobs(name: str) -> Iterator[Found]:
             "seconds": job.seconds,
             "teraflops": operations(sizes, plan) / job.seconds / plan.world / 1e12,
             "tokens_per_second": job.tokens_per_second / plan.world,
-            "gib": job.peak / 2**30,
+            "gib": job.reserved / 2**30,
         }
         for what in ours.keys() & row.keys():
             yield Found(row["name"], what, ours[what], row[what], {k: v / job.seconds for k, v in job.terms.items()})

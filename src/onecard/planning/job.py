@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from onecard.machine.cost import Machine
 from onecard.machine.events import Event
 from onecard.pipeline.schedule.timing import Span
+from onecard.planning.lives import NO_LIVES, PieceLives
 from onecard.planning.plan import Plan
 
 if TYPE_CHECKING:  # rich is loaded by what prints
@@ -33,7 +34,8 @@ class PieceCost:
         tensors: elements of each of its parameters on this rank that gets a gradient; gradients: bytes of those, as it makes
             them; frozen: elements of the other parameters; pending: bytes sent to sum its gradients along
             other axes than dp, once in a step; expert_tensors: those of its tensors that are experts, of which other ranks
-            along ep have others; batch: bytes of the step's arguments.
+            along ep have others; batch: bytes of the step's arguments;
+            lives: when its tensors are made and dropped.
     """
 
     name: str
@@ -55,6 +57,7 @@ class PieceCost:
     pending: Mapping[str, int] = field(default_factory=dict)
     expert_tensors: tuple[int, ...] = ()
     batch: int = 0
+    lives: PieceLives = field(default=NO_LIVES, repr=False)
 
     @property
     def parameters(self) -> int:
@@ -85,6 +88,7 @@ class RankCost:
         over_time: (seconds, bytes) in a step.
         macs: multiply-adds of a step.
         update: bytes while torch's optimizer runs as it is, in a step that is not recorded; 0 where steps are recorded.
+        reserving: computes ``reserved``.
     """
 
     name: str
@@ -96,11 +100,20 @@ class RankCost:
     over_time: tuple[tuple[float, int], ...]
     macs: int
     update: int = 0
+    reserving: Callable[[], int] | None = field(default=None, repr=False, compare=False)
 
     @property
     def peak(self) -> int:
         """Most bytes at once."""
         return sum(self.memory.values())
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that torch's caching allocator reserves of a GPU: what is alive, and the gaps between; on a CPU ``peak``.
+
+        Simulated when it is asked for: within a second, for a deep pipeline too.
+        """
+        return max(self.peak, self.reserving()) if self.reserving is not None else self.peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +171,11 @@ class JobCost:
         return max(rank.peak for rank in self.ranks)
 
     @property
+    def reserved(self) -> int:
+        """Bytes that torch's allocator reserves on the rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak).reserved
+
+    @property
     def needs(self) -> int:
         """Bytes of a rank that the plan can do with however it is applied: in place, as ``oc.parallelize`` and ``run --auto``
         do where there are no stages and no microbatches, torch's optimizer has temporaries that a recorded step has not."""
@@ -178,7 +196,7 @@ class JobCost:
     def __rich__(self) -> Group:
         from rich.console import Group
 
-        return Group(_head(self), table_of(self))
+        return Group(_head(self), table_of(self), *([_held(self)] if self.machine.to_host else []))
 
 
 def table_of(job: JobCost) -> Table:
@@ -212,6 +230,14 @@ def _head(job: JobCost) -> str:
         f"{ranks}, {job.machine.name or 'machine'}: {seconds_in_words(job.seconds)} a step, "
         f"{job.tokens_per_second:,.0f} tokens/s, MFU {job.mfu:.1%}, HFU {job.hfu:.1%}"
     )
+
+
+def _held(job: JobCost) -> str:
+    fullest = max(job.ranks, key=lambda rank: rank.peak)
+    words = f"Of the device torch's allocator reserves {bytes_in_words(fullest.reserved)} on {fullest.name}, simulated"
+    if job.fits and job.machine.capacity and fullest.reserved > job.machine.capacity:
+        words += ": more than there is, so that it has to give some back and ask again, which takes time"
+    return words + "."
 
 
 def _shown(ranks: tuple[RankCost, ...]) -> list[RankCost]:

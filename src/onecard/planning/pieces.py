@@ -14,6 +14,7 @@ from onecard._torch.names import OpOverload
 from onecard.machine.cost import Machine, sent
 from onecard.planning.fold import Folded
 from onecard.planning.job import PieceCost
+from onecard.planning.lives import PieceLives, lives_of
 from onecard.static.price.convolutions import workspace
 from onecard.static.price.live import Live, size_of
 from onecard.static.price.messages import axis_of, is_message, is_wait
@@ -176,12 +177,14 @@ class Pieces:
     def costs(self, machine: Machine) -> list[PieceCost]:
         """Of each piece, for one microbatch on a machine."""
         spent = [_Spent() for _ in self.names]
+        forward = {node for node in self.nodes if self.is_forward(node)}
+        lives = lives_of(self.live, self.nodes, self.at, forward, self.memory.gradient_makers, len(self.names))
         before = 0.0
         priced = cost(self.recording, machine, self.live)
         for node, found in zip(self.nodes, priced.nodes, strict=True):
             self._spend(spent[self.at[node]], node, found, found.then - before)
             before = found.then
-        return [self._cost(i, one) for i, one in enumerate(spent)]
+        return [self._cost(i, one, lives[i]) for i, one in enumerate(spent)]
 
     def _spend(self, spent: _Spent, node: fx.Node, found: NodeCost, seconds: float) -> None:
         if self.is_forward(node):
@@ -198,7 +201,7 @@ class Pieces:
             waited: Any = node.args[0]  # a wait's message
             spent.messages[_name(found.axis or axis_of(waited))] += seconds
 
-    def _cost(self, i: int, spent: _Spent) -> PieceCost:
+    def _cost(self, i: int, spent: _Spent, lives: PieceLives) -> PieceCost:
         # A product has two gradients, each as much work as itself; what is more is forward, done again.
         again = max(0, spent.macs_back - 2 * spent.macs)
         memory = self.memory
@@ -206,7 +209,7 @@ class Pieces:
             self.names[i], self.alike[i], spent.forward, spent.backward_input, spent.backward_weight, dict(spent.messages),
             dict(spent.sent), spent.macs + spent.macs_back, again, memory.kept[i], memory.peak[i] - memory.kept[i],
             memory.first[i] - memory.kept[i], memory.output[i], tuple(self.tensors(i)), memory.gradients[i],
-            self.frozen(i), self.pending(i), tuple(self.tensors(i, experts=True)), 0 if i else self._batch(),
+            self.frozen(i), self.pending(i), tuple(self.tensors(i, experts=True)), 0 if i else self._batch(), lives,
         )  # fmt: skip
 
     def _batch(self) -> int:
@@ -264,7 +267,7 @@ class PieceMemory:
         kept: of what forward leaves for backward, by the piece whose backward uses it last.
         peak: most of its own bytes at once, what it kept included; first: gradients included, too.
         output: of what forward of later pieces takes.
-        gradients: of its parameters, as backward makes them.
+        gradients: of its parameters, as backward makes them; gradient_makers: the nodes that do.
     """
 
     def __init__(self, pieces: Pieces) -> None:
@@ -282,7 +285,7 @@ class PieceMemory:
             for block in live.blocks_of(_result(graph, effect.output.position))
         }
         changes: dict[int, list[tuple[int | None, int]]] = defaultdict(list)
-        made = {block[0] for block in results}
+        made = self.gradient_makers = {block[0] for block in results}
         for maker, size, begin, end in live.spans():
             forward = pieces.is_forward(maker)
             last = order[end]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from onecard.errors import PlanError
 from onecard.machine.cost import MACHINE, Machine
@@ -17,6 +18,7 @@ from onecard.planning.memory import RankMemory
 from onecard.planning.plan import Plan
 from onecard.planning.rank import RankTime, StageTime, stage_time
 from onecard.planning.record import Loss, Model, recorded
+from onecard.planning.reserved import reserved
 from onecard.planning.stages import StageCost, stages_of
 from onecard.planning.state import TrainingState
 from onecard.planning.transformer import Transformer
@@ -154,10 +156,14 @@ def _job(
     )
     alike = plan.world // plan.pp
     found: list[RankCost] = []
+    stages = {number: stage for rank in ranks for number, stage in rank.stages.items()}
     for rank in ranks:
         memory = RankMemory(rank.stages, rank.spans, rank.state, plan.pp * plan.virtual - 1)
         terms = rank.terms(seconds, 0.0, messages)
-        found.append(rank.cost(f"pp {rank.place}", alike, terms, memory))
+        made = rank.cost(f"pp {rank.place}", alike, terms, memory)
+        if machine.to_host:  # memory of its own, which torch's caching allocator manages
+            made = replace(made, reserving=partial(reserved, stages, sorted(rank.stages), rank.spans, rank.state))
+        found.append(made)
     macs = sum(alike * rank.macs()[0] for rank in ranks)
     again = sum(alike * rank.macs()[1] for rank in ranks)
     longest = max(found, key=lambda rank: rank.terms["compute"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from onecard.machine.cost import Machine
 from onecard.machine.events import Event, Panel
 from onecard.planning.job import JobCost, RankCost
+from onecard.planning.lives import NO_LIVES
 
 VERSION = 1
 MOST_EVENTS = 200_000  # that a page holds: 4 MB of it
@@ -42,9 +43,10 @@ def job_data(job: JobCost) -> dict[str, Any]:
         "hfu": job.hfu,
         "peak": job.peak,
         "fits": job.fits,
+        "reserved": job.reserved,
         "terms": dict(job.terms),
         "ranks": [_rank(rank) for rank in job.ranks],
-        "pieces": [asdict(piece) for piece in job.pieces],
+        "pieces": [asdict(replace(piece, lives=NO_LIVES)) for piece in job.pieces],
     }
 
 

@@ -24,30 +24,31 @@ class Live:
         peak: most bytes alive at once; ``peak_at``: the node that runs then, "inputs" if none needs more than those.
         alive_at_peak: what is alive then, largest first.
         inputs: bytes of the inputs, which the program holds all the time.
+        order: the nodes.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._order = list(graph.nodes)
-        self._at = {node: i for i, node in enumerate(self._order)}
+        self.order = list(graph.nodes)
+        self._at = {node: i for i, node in enumerate(self.order)}
         self._blocks = blocks_in(graph)
-        given = {block for n in self._order if n.op == "placeholder" for block in self._blocks[n]}
+        given = {block for n in self.order if n.op == "placeholder" for block in self._blocks[n]}
         self.inputs = sum(map(_bytes, given))
         self._begin: dict[int, set[Block]] = {}
-        for i, node in enumerate(self._order):
+        for i, node in enumerate(self.order):
             self._begin[i] = {block for block in self._blocks[node] if block[0] is node and block not in given}
         self._end = self._ends(given)
         self.after: dict[fx.Node, int] = {}
         self.during: dict[fx.Node, int] = {}
         now = self.peak = self.inputs
         at = -1
-        for i, node in enumerate(self._order):
+        for i, node in enumerate(self.order):
             now += sum(map(_bytes, self._begin[i]))
             self.during[node] = now + workspace(node)
             if self.during[node] > self.peak:
                 self.peak, at = self.during[node], i
             now -= sum(map(_bytes, self._end.get(i, ())))
             self.after[node] = now
-        self.peak_at = "inputs" if at < 0 else self._order[at].name
+        self.peak_at = "inputs" if at < 0 else self.order[at].name
         self.alive_at_peak = tuple(self._alive_at(at, given))
 
     def made_less_freed(self, nodes: Collection[fx.Node]) -> int:
@@ -75,7 +76,7 @@ class Live:
     def _ends(self, given: set[Block]) -> dict[int, list[Block]]:
         """For each place in the order, the memory that nobody uses after it."""
         last: dict[Block, int] = {}
-        for i, node in enumerate(self._order):
+        for i, node in enumerate(self.order):
             for n in (node, *node.all_input_nodes):
                 for block in self._blocks[n]:
                     last[block] = i
@@ -92,8 +93,8 @@ class Live:
             if i < at:
                 alive -= set(self._end.get(i, ()))
         found = [(_name(b), _bytes(b)) for b in alive if _bytes(b)]
-        if at >= 0 and (more := workspace(self._order[at])):
-            found.append((f"copies that {self._order[at].name} makes", more))
+        if at >= 0 and (more := workspace(self.order[at])):
+            found.append((f"copies that {self.order[at].name} makes", more))
         yield from sorted(found, key=lambda pair: (-pair[1], pair[0]))
 
 
