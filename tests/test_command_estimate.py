@@ -20,6 +20,7 @@ from launching import python
 
 import onecard as oc
 from onecard.cli import main
+from onecard.commands.find import searched
 from onecard.launch.rehearsal import region_recorder, replicated, values
 from onecard.pipeline.run.links import HEADER
 
@@ -159,6 +160,22 @@ def test_what_a_plan_says_otherwise_than_its_program_is_told(tmp_path, capsys, p
     assert all(re.search(words, out) for words in told), out
     notes = estimated(tmp_path, programs.PLAIN, "--plan", str(tmp_path / "plan.json"))["notes"]
     assert len(notes) == len(told) and all(re.search(words, " ".join(notes)) for words in told)
+
+
+def test_a_program_that_adds_up_gradients_is_told(tmp_path):
+    """One backward of several is priced."""
+    program = programs.PLAIN.replace(
+        "        loss.backward()", "        loss.backward()\n        loss_fn(model(x), y).backward()"
+    )
+    assert program != programs.PLAIN
+    plan = tmp_path / "plan.json"
+    oc.Plan(dp=2, microbatch=5, parameters="float32", compute="float32").save(plan)
+    (note,) = estimated(tmp_path, program, "--plan", str(plan))["notes"]
+    assert "calls backward() 2 times a step; priced is a step with one" in note
+    (tmp_path / "sums.py").write_text(program)
+    (tmp_path / "plain.py").write_text(programs.PLAIN)
+    assert "calls backward() 2 times" in str(searched(tmp_path / "sums.py", [], 2, H100, 0.0)[0])
+    assert "calls backward()" not in str(searched(tmp_path / "plain.py", [], 2, H100, 0.0)[0])
 
 
 @pytest.mark.parametrize("loss", [torch.nn.CrossEntropyLoss(), torch.nn.functional.mse_loss])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from amounts import share
+from torch import nn
 
 import onecard as oc
 from onecard import fleet
@@ -325,3 +326,21 @@ def test_states_in_the_hosts_memory_take_copies_and_the_hosts_update():
     assert alike[0] == alike[1]
     with pytest.raises(oc.errors.CostError, match="give both rates"):
         replace(A100, host_memory=0.0)
+
+
+def test_a_loss_of_another_model_or_of_tensors_beside_the_batch_is_refused():
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    batch = (torch.randn(4, 8), torch.randint(0, 4, (4,)))
+    weight = torch.ones(4)
+    for loss in (
+        lambda model, x, y: nn.functional.cross_entropy(net(x), y),
+        lambda model, x, y: nn.functional.cross_entropy(model(x), y, weight),
+        lambda model, x, y: x.clone().requires_grad_().sum(),
+    ):
+        with pytest.raises(oc.errors.PlanError, match="neither of the model that it is given"):
+            oc.price(net, oc.Plan(), oc.Machine(), batch=batch, loss=loss)
+
+    def inside(model, x, y):
+        return nn.functional.cross_entropy(model(x), y, torch.ones(4))
+
+    assert oc.price(net, oc.Plan(), oc.Machine(), batch=batch, loss=inside).ranks[0].memory["parameters"]

@@ -118,7 +118,8 @@ def _planned(asked: Asked, plan: Plan, machine: Machine, script: list[str]) -> t
     rehearse(asked.script, script, 1, 0, machine, program)
     model, batch, loss = program.parts()
     try:
-        return price(model, plan, machine, batch=batch, loss=loss), _otherwise(plan, model, batch)
+        notes = [*filter(None, [program.told()]), *_otherwise(plan, model, batch)]
+        return price(model, plan, machine, batch=batch, loss=loss), notes
     except OnecardError:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as fault:

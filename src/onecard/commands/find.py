@@ -146,7 +146,7 @@ def searched(
                     objective=objective,
                 )  # fmt: skip
 
-            return found_plain(with_fields, fixed), names
+            return replace(found_plain(with_fields, fixed), told=program.told()), names
 
         try:
             return of(program.parts())

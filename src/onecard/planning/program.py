@@ -101,6 +101,15 @@ class HeardProgram:
             if any(True for _ in call.given()) and any(isinstance(x, Tensor) for x in call.results):
                 self._calls.append(call)
 
+    def told(self) -> str:
+        """What a price of its parts leaves out."""
+        if self.backwards < 2:
+            return ""
+        return (
+            f"the program calls backward() {self.backwards} times a step; priced is a step with one. Where these add up "
+            f"gradients, its step takes forward, backward and their messages {self.backwards} times, and the optimizer once"
+        )
+
     # -- as oc.price takes it --------------------------------------------------------------------------------------------
 
     def parts(self) -> tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor]]:

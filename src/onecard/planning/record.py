@@ -214,7 +214,9 @@ def _of_blocks(given: Any, plan: Plan, batch: Any, loss: Loss | None, all_stay: 
             _again(model, folded)
         tokens = next((t.shape[1] for t in tree_leaves(parts) if isinstance(t, Tensor) and _is_text(t)), 1)
         with _precision(plan):
-            pieces = Pieces(_record(model, rows, loss, plan), folded)
+            pieces = Pieces(_of_this_model(partial(_record, model, rows, loss, plan)), folded)
+        if not pieces.owners:
+            raise PlanError(_ANOTHER, "loss")
         if fleets and not pieces.messages:
             raise PlanError(
                 f"tp={plan.tp}, cp={plan.cp} divide nothing of {type(model).__name__}: it has no layers of onecard.fleet. Say "
@@ -245,6 +247,21 @@ def _refuse(plan: Plan) -> None:
             "model, say with outputs= how activations lie), or give oc.price a Transformer, or a function that builds fleet's "
             "layers, without placements"
         )
+
+
+_ANOTHER = (
+    "loss computes with tensors that are neither of the model that it is given, a copy without data, nor of the batch: call that "
+    "model, and make other tensors inside of it, as in loss=lambda model, x, y: F.cross_entropy(model(x), y, torch.ones(9))"
+)
+
+
+def _of_this_model(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except AssertionError as error:
+        if "FakeTensor" not in str(error):
+            raise
+        raise PlanError(_ANOTHER, "loss") from error
 
 
 def _record(model: nn.Module, batch: Sequence[Any], loss: Loss | None, plan: Plan) -> Any:
