@@ -18,7 +18,7 @@ from onecard.commands.waiting import waiting
 from onecard.errors import CheckpointError
 from onecard.planning.job import bytes_in_words
 
-ENDINGS = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+ENDINGS = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch", ".safetensors": "huggingface"}
 """Formats that a target's name says."""
 
 
@@ -36,7 +36,8 @@ class Asked:
     target: tyro.conf.Positional[Path]
     """what must not exist yet"""
     to: Annotated[str | None, tyro.conf.arg(metavar="|".join(FORMATS), help_behavior_hint="")] = None
-    """by default torch for a target such as model.pt, else onecard. huggingface: a folder of safetensors, tensors only"""
+    """by default torch for a target such as model.pt, huggingface for model.safetensors, else onecard. huggingface: safetensors,
+    tensors only; a folder, or one file if the target is called so"""
     only: str = ""
     """the key of the state to convert, such as model: its tensors, under their names in it"""
     rename: Pairs = ()

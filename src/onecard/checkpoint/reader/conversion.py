@@ -46,7 +46,8 @@ def convert(
         source: a checkpoint of onecard; a file or folder of safetensors (Hugging Face's); a file of ``torch.save``, read with
             ``weights_only``; a folder of ``torch.distributed.checkpoint``. No code in them is run.
         target: what must not exist yet.
-        format: "onecard"; "huggingface", a folder of safetensors files, tensors only; "torch", one file; "dcp".
+        format: "onecard"; "huggingface", a folder of safetensors files, or one file if the target is called so, tensors only;
+            "torch", one file; "dcp".
         changes: as for ``load``. With them the state becomes a flat dict of tensors.
         only: the key of the state to convert, "model": its tensors, under their names in it.
         max_shard_bytes: of a file of "huggingface".
@@ -151,6 +152,13 @@ def _to_onecard(target: Path, node: Any, tensors: Tensors, reader: Reader, limit
 
 def _to_huggingface(target: Path, node: Any, tensors: Tensors, reader: Reader, limit: int) -> None:
     shares = [Share(s, tuple((0, n) for n in s.shape), 0) for s in _sources(tensors).values() if s.alias is None]
+    if target.suffix == ".safetensors":
+        beside = target.with_name(target.name + ".new")
+        files.make_folder(target.parent)
+        _write_file(beside, shares, tensors, reader)
+        files.rename(beside, target)
+        files.sync_folder(target.parent)
+        return
     shards: list[list[Share]] = [[]]
     for share in shares:
         if shards[-1] and sum(s.nbytes for s in shards[-1]) + share.nbytes > limit:
@@ -161,8 +169,7 @@ def _to_huggingface(target: Path, node: Any, tensors: Tensors, reader: Reader, l
     beside = target.with_name(target.name + ".new")
     files.make_folder(beside)
     for name, shard in zip(names, shards, strict=True):
-        shard.sort(key=lambda s: -s.source.dtype.itemsize)
-        write_shares(beside / name, shard, _content(shard, tensors, reader), lambda nbytes: None)
+        _write_file(beside / name, shard, tensors, reader)
     if count > 1:
         where = {share.source.name: name for name, shard in zip(names, shards, strict=True) for share in shard}
         total = {"total_size": sum(share.nbytes for share in shares)}
@@ -171,6 +178,11 @@ def _to_huggingface(target: Path, node: Any, tensors: Tensors, reader: Reader, l
     files.sync_folder(beside)
     files.rename(beside, target)
     files.sync_folder(target.parent)
+
+
+def _write_file(path: Path, shares: list[Share], tensors: Tensors, reader: Reader) -> None:
+    shares.sort(key=lambda s: -s.source.dtype.itemsize)
+    write_shares(path, shares, _content(shares, tensors, reader), lambda nbytes: None)
 
 
 def _whole(node: Any, tensors: Tensors, reader: Reader) -> Any:

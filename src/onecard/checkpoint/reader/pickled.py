@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+import warnings
+import zipfile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from onecard.checkpoint.format.files import InputFile
+from onecard.checkpoint.reader.plain import allowed, plain
 from onecard.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -68,14 +72,30 @@ class _Reader(pickle.Unpickler):
 
 
 def read_torch_file(path: Path) -> Any:
-    """The state in a file of ``torch.save``; its tensors stay in the file until they are read."""
+    """The state in a file of ``torch.save``; its tensors stay in the file until they are read, but in the format before zip."""
+    if not path.stat().st_size:
+        raise CheckpointError(f"{path} is empty: it was never written, or its writer was stopped")
+    packed = zipfile.is_zipfile(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as fault:
-        raise CheckpointError(
-            f"{path} is not read: it is no file of torch.save, or holds more than tensors and plain values. "
-            f"{str(fault).splitlines()[0]}"
-        ) from None
+        with torch.serialization.safe_globals(allowed()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is told here, if it is a fault
+            return plain(torch.load(path, map_location="cpu", weights_only=True, mmap=packed))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, LookupError, TypeError) as fault:
+        raise CheckpointError(f"{path} is not read: {_why(path, packed, fault)}") from None
+
+
+def _why(path: Path, packed: bool, fault: Exception) -> str:
+    """What is wrong with a file that torch does not read, in a sentence."""
+    if found := re.findall(r"(?:GLOBAL|class) ([\w.]+)", str(fault)):
+        return (
+            f"it holds an object of {found[0]}, and to make one code of its class would run. Save what it holds: "
+            "model.state_dict() for a module, a dict for settings"
+        )
+    with path.open("rb") as file:
+        begins = file.read(4)
+    if not packed and not begins.startswith(b"\x80"):
+        return "it is cut off: the end is missing" if begins == b"PK\x03\x04" else "it is no file of torch.save"
+    return f"it is damaged, or no file of torch.save ({str(fault).splitlines()[0].partition('. ')[0]})"
 
 
 def read_dcp(folder: Path) -> Any:
