@@ -88,8 +88,8 @@ def _why(path: Path, packed: bool, fault: Exception) -> str:
     """What is wrong with a file that torch does not read, in a sentence."""
     if found := re.findall(r"(?:GLOBAL|class) ([\w.]+)", str(fault)):
         return (
-            f"it holds an object of {found[0]}, and to make one code of its class would run. Save what it holds: "
-            "model.state_dict() for a module, a dict for settings"
+            f"it holds more than tensors and plain values: an object of {found[0]}, and to make one code would run. Save what "
+            "is in it: model.state_dict() for a module, a dict for settings"
         )
     with path.open("rb") as file:
         begins = file.read(4)
