@@ -128,7 +128,7 @@ def test_memory_that_is_given_up_too_early_is_seen(monkeypatch: pytest.MonkeyPat
         found: dict[int, Any] = {}
         for at, blocks in ends(self, given).items():
             for block in blocks:
-                found.setdefault(max(self._order.index(block[0]), at - 20), []).append(block)
+                found.setdefault(max(self.order.index(block[0]), at - 20), []).append(block)
         return found
 
     monkeypatch.setattr(Live, "_ends", early)

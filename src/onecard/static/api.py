@@ -35,6 +35,7 @@ from onecard.static.run.rechecked import Recounted, given_to
 from onecard.static.step import refusals
 from onecard.static.step.step import ANEW, MISS
 from onecard.static.whole_batch import first_replay
+from onecard.train.zero.blocks import as_parts, reached
 
 ENOUGH = 2  # recordings that were not what the step does: after so many it runs as it is
 
@@ -193,39 +194,40 @@ class Static:
                 result = self._as_it_is(args, kwargs)
                 self._whole = rows_of((args, kwargs), result) if self._parts else None
                 return result
-            for bound in self._bound:
-                checks = bound.checks
-                try:
-                    result = (
-                        bound.replay(args, kwargs) if checks.calls < checks.due else self._checked(bound, args, kwargs)
-                    )
-                except Exception as fault:
-                    bound.ended(fault)
-                    raise
-                if result is ANEW:
-                    return self._miss(args, kwargs, agreed=True)
-                if result is not MISS:
-                    checks.calls += 1
-                    if self._parts is not None:
-                        for said in self._recounted.told(bound.recording, tree_leaves((args, kwargs))):
-                            warnings.warn(f"{name_of(self.fn)}: k_steps={self._parts.k_steps}: {said}", stacklevel=2)
-                    if bound is not self._bound[0]:
-                        self._bound.remove(bound)
-                        self._bound.insert(0, bound)
-                    if checks.found:
-                        self._drop(bound)
-                    return result
-                if not self._bound:
-                    break
-            return self._miss(args, kwargs)
+            with as_parts(lambda: not self._bound or self._bound[0].updates) if reached.here else nullcontext():
+                return self._by_recording(args, kwargs)
+
+    def _by_recording(self, args: Any, kwargs: Any) -> Any:
+        """A call that a recording does, or that is recorded."""
+        for bound in self._bound:
+            checks = bound.checks
+            try:
+                result = bound.replay(args, kwargs) if checks.calls < checks.due else self._checked(bound, args, kwargs)
+            except Exception as fault:
+                bound.ended(fault)
+                raise
+            if result is ANEW:
+                return self._miss(args, kwargs, agreed=True)
+            if result is not MISS:
+                checks.calls += 1
+                if self._parts is not None:
+                    for said in self._recounted.told(bound.recording, tree_leaves((args, kwargs))):
+                        warnings.warn(f"{name_of(self.fn)}: k_steps={self._parts.k_steps}: {said}", stacklevel=3)
+                if bound is not self._bound[0]:
+                    self._bound.remove(bound)
+                    self._bound.insert(0, bound)
+                if checks.found:
+                    self._drop(bound)
+                return result
+            if not self._bound:
+                break
+        return self._miss(args, kwargs)
 
     def _look_at_batch(self, leaves: Sequence[Any]) -> None:
         """Whether all ranks of a step that is cut into stages were given one batch; told on all while they still record."""
-        if self._parts is None:
-            return
         ranks: list[int] = []
         with nullcontext() if self._bound else all_or_none(name_of(self.fn), "batch", lambda: ranks):
-            ranks += self._parts.look_at(name_of(self.fn), leaves)
+            ranks += self._parts.look_at(name_of(self.fn), leaves) if self._parts is not None else ()
 
     def _as_it_is(self, args: Any, kwargs: Any) -> Any:
         """One call that is neither written down nor replayed."""
@@ -273,7 +275,7 @@ class Static:
         then = "runs as it is from now on" if self._unlike >= ENOUGH else "is recorded anew"
         warnings.warn(
             f"{said}{bound.checks.found}. The step {then}; ONECARD_CHECK=0 compares nothing",
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def _miss(self, args: Any, kwargs: Any, agreed: bool = False) -> Any:
@@ -305,11 +307,11 @@ class Static:
                 warnings.warn(
                     f"{name_of(self.fn)}: {self._options.limit} recordings, and none fits; calls that fit none run as they are "
                     f"from now on. {why}",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
             return self._as_it_is(args, kwargs)
         if self._bound:
-            warnings.warn(f"{name_of(self.fn)} is recorded anew: {why}", stacklevel=3)
+            warnings.warn(f"{name_of(self.fn)} is recorded anew: {why}", stacklevel=4)
         held = HeldValues([self.fn, *leaves] if self._parts is not None else [])
         recording, result = recorded(self.fn, leaves, names, tree, self._options, self._whole)
         if self._sketched:

@@ -251,7 +251,15 @@ def same_memory(x: Tensor, memory: Tensor) -> bool:
 
 
 class FixedParameters(dict[str, Any]):
-    """The parameters of a module, none of which may be exchanged for another."""
+    """The parameters of a module, none of which may be exchanged for another.
+
+    Attributes:
+        plain: as the module has them, for those who want neither twins nor gathered ones.
+    """
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given)
+        self.plain = dict(given)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if dict.get(self, name) is not value or name not in self:
@@ -308,7 +316,6 @@ class _Gathered(FixedParameters):
     def __init__(self, given: Any, blocks: ParameterBlocks) -> None:
         super().__init__(given)
         self._blocks = blocks
-        self.plain = dict(given)  # for those who may not have them gathered
 
     def __getitem__(self, name: str) -> Any:
         p = dict.__getitem__(self, name)

@@ -19,7 +19,7 @@ from onecard.static.code.spent import spent
 from onecard.static.guards.arguments import changed, is_like, modes, one_memory
 from onecard.static.guards.before import STILL, options_of, values_of
 from onecard.static.guards.conditions import answered_otherwise
-from onecard.static.guards.hooked import HOOKS, own_parameters, same_code, same_keys
+from onecard.static.guards.hooked import HOOKS, own_parameters, same_code, same_keys, stands_for_another
 from onecard.static.guards.lookup import now_at
 from onecard.static.guards.places import at, module_at, named_parameters, optimizer_at
 from onecard.static.guards.unchanged import differs, is_still
@@ -247,7 +247,7 @@ class Fits(Source):
                 self.miss(
                     self.code("{}.grad is None", self.place(where)), "a parameter has no gradient before the step"
                 )
-            elif not had:
+            elif not had and (where[0] == "argument" or not stands_for_another(at(where, self.roots, ()))):
                 words = "a parameter has a gradient before the step"
                 self.miss(self.code("{}.grad is not None", self.place(where)), words)
 

@@ -15,8 +15,18 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """A module's parameters as it has them, where asking for one by name would gather it (``fleet``'s level "p_g_os")."""
+    """A module's parameters as it has them, where others are given distributed or gathered ones (``fleet``'s levels of ZeRO)."""
     return getattr(module._parameters, "plain", module._parameters)
+
+
+def stands_for_another(x: Any) -> bool:
+    """Whether a parameter stands for a distributed one, which has its gradient (``fleet``'s levels of ZeRO)."""
+    return getattr(type(x), "is_local_parameter", False)
+
+
+def own_gradient(x: Any) -> Any:
+    """``x.grad``; of a parameter that stands for a distributed one not that one's."""
+    return _torch.gradient(x) if stands_for_another(x) else x.grad
 
 
 def same_code(fits: Any, roots: Sequence[Any]) -> None:

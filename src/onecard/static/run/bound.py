@@ -69,6 +69,11 @@ class BoundRecording(Generic[AnyStep]):
         self.seen, self.replay = seen, self._writer.replay(seen)
         return self
 
+    @cached_property
+    def updates(self) -> bool:
+        """Whether the step ends in an update of parameters."""
+        return any(True for _ in self.recording.nodes("optimizer"))
+
     def kinds_fit(self, leaves: Sequence[Any]) -> bool:
         """Whether the arguments are of the kinds that were recorded."""
         now = kinds_of(leaves)

@@ -22,6 +22,7 @@ from onecard.random import Key
 from onecard.rules.call import schema_of
 from onecard.static.capture import randomness
 from onecard.static.capture.script import Ref, ScriptEntry, StepScript
+from onecard.static.guards.hooked import own_gradient
 from onecard.static.guards.places import at
 from onecard.static.guards.results import apart_as
 from onecard.static.run.difference import Difference, same
@@ -70,7 +71,7 @@ class Follower(recorded.Listener):
             else:
                 self._values[i] = value
         self._given, self._kept = dict(self._names), list(given)
-        self._grads = [at(where, roots, leaves).grad for where, _ in script.gradients]
+        self._grads = [own_gradient(at(where, roots, leaves)) for where, _ in script.gradients]
         self.mode = _Mode(self)
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -303,7 +304,7 @@ class Follower(recorded.Listener):
                 self._differs(Difference("leaves", effect, None))
                 return
         for (where, _), grad in zip(script.gradients, self._grads, strict=True):
-            if where not in changed and at(where, self.roots, self.leaves).grad is not grad:
+            if where not in changed and own_gradient(at(where, self.roots, self.leaves)) is not grad:
                 self._differs(Difference("gradient", where, None))
                 return
 

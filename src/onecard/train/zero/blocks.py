@@ -9,8 +9,10 @@ Source: FSDP (Zhao et al., arXiv 2304.11277).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from onecard._torch import names as _torch
 from onecard._torch.hooks import LeftBehind
 from onecard._torch.leaves import outside_transforms
 from onecard._torch.names import tree_leaves
+from onecard.comm.base.state import Kept
 from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, start_gather
 from onecard.tensor.spec import Spec
@@ -28,6 +31,9 @@ from onecard.train.zero.gathered import GatheredParameter
 from onecard.train.zero.reducer import hook
 
 Policy = bool | Callable[[str, nn.Module], bool]
+
+reached: Kept[WeakSet[ParameterBlocks]] = Kept(WeakSet)
+"""Of whose parameters a program has some before it, whole, which it may write to: a replay, which reads the parts, asks first."""
 
 
 class Hook(LeftBehind):
@@ -164,6 +170,7 @@ class ParameterBlocks:
         unit.ready()
         unit.leave()
         unit.stays = unit.stays or torch.is_grad_enabled()
+        reached.here.add(self)
 
     def lend(self, x: Any) -> None:
         """Somebody has the memory in which a parameter is whole, by its part: it is not emptied again, others are filled."""
@@ -177,6 +184,21 @@ class ParameterBlocks:
             for piece in (piece for unit in self.units if unit.shown and unit.seen_outside for piece in unit.pieces):
                 if recorded.recorder is None or piece.was_written():  # a recording has no copies that change nothing
                     piece.take_back()
+
+    def only_parts(self) -> list[Unit]:
+        """What the program has written is the parts', and all are parts; the units that autograd may still read."""
+        self.told()
+        kept = [unit for unit in self.units if unit.shown and self._stays(unit)]
+        self.release()
+        return kept
+
+    def whole_again(self, units: Iterable[Unit]) -> None:
+        """Units that autograd may still read."""
+        for unit in units:
+            unit.stays = True
+            unit.ready()
+            unit.leave()
+            reached.here.add(self)
 
     def _begin(self) -> None:
         if _torch.graph_task() < 0:
@@ -192,6 +214,8 @@ class ParameterBlocks:
         for unit in self.units:
             if unit.shown:
                 unit.leave()
+                if any(piece.seen is not piece.x for piece in unit.pieces):
+                    reached.here.add(self)
             if not torch.is_grad_enabled() and not self._stays(unit):
                 unit.release()
 
@@ -265,6 +289,20 @@ class ParameterBlocks:
         for unit in self.units if not self._tasks else ():
             if not self._stays(unit):
                 unit.release()
+
+
+@contextmanager
+def as_parts(updates: Callable[[], bool]) -> Iterator[None]:
+    """Recorded steps read parts: what a program has reached for and written is theirs, and what it reads after is theirs, too.
+
+    Args:
+        updates: whether the step has updated the parameters: then no graph of before is good, as on one card.
+    """
+    kept = [(blocks, blocks.only_parts()) for blocks in [*reached.here]]
+    reached.here.clear()
+    yield
+    for blocks, units in kept if not updates() else ():
+        blocks.whole_again(units)
 
 
 def of_marks(
