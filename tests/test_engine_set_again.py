@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -114,3 +115,44 @@ def test_another_engine_takes_over_what_is_laid_out() -> None:
     second = oc.Engine(first.model, smoothed, adamw(first))
     second.prepare(mode="train")
     assert second.run(BATCHES[1])["loss"] > 0
+
+
+def unfrozen(on: str) -> list[float]:
+    """The first layer is trained from the third batch on, in a group of its own."""
+    net = Frozen()
+    net.first.requires_grad_(False)
+    optimizer = torch.optim.SGD([*net.norm.parameters(), *net.head.parameters()], 0.5)
+    engine = None
+    if on:
+        engine = oc.Engine(net, nn.CrossEntropyLoss(), optimizer, clip_grad_norm=0.05)
+        engine.prepare(mode="train")
+    losses = []
+    for i, (x, y) in enumerate(BATCHES):
+        if i == 2:
+            net.first.requires_grad_(True)
+            optimizer.add_param_group({"params": [*net.first.parameters()], "lr": 0.4})
+        if engine is not None:
+            losses.append(float(engine.run((x, y))["loss"]))
+            continue
+        net.train()
+        loss = cross_entropy(net(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.filterwarnings("ignore")
+def test_a_group_that_is_added_later_is_clipped_with_the_others(ranks: int) -> None:
+    """It was neither clipped nor counted in the norm."""
+    wanted, found = unfrozen(""), run_ranks(in_silence, ranks)[0]
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def in_silence() -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is recorded anew
+        return unfrozen("engine")

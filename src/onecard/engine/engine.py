@@ -45,7 +45,7 @@ class Engine:
         strategy: how the step runs. It is copied.
         scheduler: of learning rates: ``fit`` steps it after each step, or after each epoch with ``scheduler_each="epoch"``
             (``ReduceLROnPlateau`` always, with the validation's loss), and saves it.
-        clip_grad_norm: the largest norm of all gradients; None: they are not clipped.
+        clip_grad_norm: the largest norm of the gradients of all that the optimizers train, together; None: they are not clipped.
 
     Raises:
         StrategyError: fields of the strategy that do not go together.

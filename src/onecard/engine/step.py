@@ -58,7 +58,6 @@ def train_step(parts: EngineParts) -> Callable[..., Any]:
     """Forward, loss, backward, clipping, the optimizers: returns the whole batch's loss, outputs and counts for metrics."""
     optimizers, scaler, clip = list(parts.optimizers), parts.scaler, parts.clip
     modules, forward, results = parts.modules, _forward(parts), _results(parts)
-    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def train(args: Any, kwargs: Any, labels: Any) -> Any:
         outputs, loss = forward(args, kwargs, labels)
@@ -70,7 +69,9 @@ def train_step(parts: EngineParts) -> Callable[..., Any]:
             if scaler is not None:
                 for optimizer in optimizers:
                     scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(params, clip)
+            # Asked for now: groups may be added between steps.
+            trained = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+            nn.utils.clip_grad_norm_(trained, clip)
         for optimizer in optimizers:
             if scaler is None:
                 optimizer.step()
