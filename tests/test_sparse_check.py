@@ -266,3 +266,19 @@ def test_which_equal_parts_can_hardly_be_meant():
     for silent in (torch.ones(8), torch.zeros(64).long(), ids % 5, ids > 9, torch.arange(64), torch.arange(64).expand(4, 64),
                    ids[:1].expand(4, 16), ids[0, :6]):  # fmt: skip
         assert not _telling(silent)
+
+
+def _some_send_between() -> None:
+    """Two of four ranks exchange something between two calls, as a line of experts does that has rows."""
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "ep"])
+    first = oc.new_group([0, 1])
+    x = oc.shard_tensor(torch.ones(8, 4), mesh, [oc.Shard(0), oc.Shard(0)])
+    for call in range(40):
+        x * torch.full((4,), float(call))
+        if oc.get_rank() < 2 and call % 3:
+            oc.all_reduce(torch.ones(1), group=first)
+        x * torch.full((4,), -float(call))
+
+
+def test_ranks_that_send_more_than_others_are_compared_call_by_call() -> None:
+    run_ranks(_some_send_between, 4)

@@ -83,19 +83,28 @@ def _site_of(layout: Layout, *what: Any) -> Site:
     return sparse_check.site((layout, *what), lambda: f"{layout.mesh!r}/{layout}/{'/'.join(map(str, what))}")
 
 
-_turns: Kept[dict[Any, tuple[int, int]]] = Kept(dict)
+_turns: Kept[dict[Any, tuple[int, Any, int]]] = Kept(dict)
 
 
-def _turn(*of: Any) -> int:
-    """Which call of a kind this is since the last message, of the first few.
+def _turn(mesh: ProcessMesh, *of: Any) -> int:
+    """Which call of a kind this is since the last message that all ranks of the mesh had, of the first few.
 
     Inputs and labels that are laid out one after the other are two subjects: of one, each second call would never be compared.
     """
-    sent, number = _turns.here.get(of, (-1, 0))
+    key = (mesh, *of)
+    sent, last, number = _turns.here.get(key, (-1, None, -1))
     now = clock.sent.here
-    number = (number + 1) % _TURNS if sent == now else 0
-    _turns.here[of] = now, number
+    if now != sent:
+        before, last = last, _had_by_all(mesh)
+        number = -1 if last != before else number
+    number = (number + 1) % _TURNS
+    _turns.here[key] = now, last, number
     return number
+
+
+def _had_by_all(mesh: ProcessMesh) -> Any:
+    """The messages that all ranks of a mesh had so far; with several axes each line of ranks has its own, and may have none."""
+    return groups.history(mesh) if sum(n > 1 for n in mesh.shape) == 1 else None
 
 
 _TURNS = 8
@@ -103,14 +112,14 @@ _TURNS = 8
 
 def whole(call: str, x: Tensor, layout: Layout) -> None:
     """Compare a whole value that each rank gives to be laid out."""
-    site = _site_of(layout, call, x.dim(), _turn(layout, call, x.dim()))
+    site = _site_of(layout, call, x.dim(), _turn(layout.mesh, layout, call, x.dim()))
     if site.tick():
         sparse_check.equal(site, f"{call} as [{layout}]", [_plain("data", x)])
 
 
 def part(call: str, local: Tensor, layout: Layout, cure: str) -> None:
     """Compare the part that each rank gives with those that should be equal to it; warn where different parts are equal."""
-    copied, turn = copied_axes(layout), _turn(layout, call, local.dim())
+    copied, turn = copied_axes(layout), _turn(layout.mesh, layout, call, local.dim())
     mine = _place(layout.mesh, copied)
     if copied:
         site = _site_of(layout, call, local.dim(), "copies", mine, turn)
