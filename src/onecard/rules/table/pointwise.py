@@ -76,13 +76,22 @@ def _add(call: Call) -> Form:
     return Form(EACH, linear="self + other" if len(call.operands) == 2 else "")
 
 
-row("mul", EACH, linear="self * other")
+@row("mul")
+def _mul(call: Call) -> Form:
+    sums = [name for name, x in zip(("self", "other"), call.operands, strict=False) if not _becomes_fraction(call, x)]
+    return Form(EACH, linear=" * ".join(sums))
 
 
 @row("div")
 def _div(call: Call) -> Form:
     rounds = call.values.get("rounding_mode") is not None
-    return Form(EACH, linear="" if rounds else "self")
+    return Form(EACH, linear="" if rounds or _becomes_fraction(call, call.self) else "self")
+
+
+def _becomes_fraction(call: Call, x: Tensor) -> bool:
+    """Whether whole numbers become fractions: they are added up before: parts of a count that are rounded add up to none."""
+    of, to = x.dtype, call.results[0].dtype
+    return (to.is_floating_point or to.is_complex) and not (of.is_floating_point or of.is_complex)
 
 
 row("ldexp", "..., ... -> ...", linear="self")

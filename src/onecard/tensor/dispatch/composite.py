@@ -27,6 +27,7 @@ from onecard.errors import DispatchError
 from onecard.rules.call import schema_of, tensors_in
 from onecard.rules.table.matmul import linear_backward, subscripts
 from onecard.tensor.convert import reshard
+from onecard.tensor.dispatch.counts import added_up
 from onecard.tensor.dispatch.entries import whole
 from onecard.tensor.dispatch.fallback import out_of_place
 from onecard.tensor.dispatch.intercept import DISPATCH, KEY, onward
@@ -229,7 +230,7 @@ def _mean(op: Any, total_of: Any) -> Callable[..., Any]:
     def kernel(keyset: DispatchKeySet, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         wide = isinstance(x, DistTensor) and (x.is_floating_point() or x.is_complex()) and x.element_size() >= 4
         if not (wide and x.requires_grad and torch.is_grad_enabled() and kwargs.get("dtype") in (None, x.dtype)):
-            return onward(op, keyset, x, *args, **kwargs)
+            return onward(op, keyset, added_up(x), *args, **kwargs)
         total = total_of(x, *args, **kwargs)
         return total / (x.numel() // max(total.numel(), 1))
 
