@@ -434,3 +434,12 @@ def test_ctc_loss_is_told_where_it_runs(lengths: Any) -> None:
 
     with pytest.raises(RecordingError, match=r"CTC loss at .*: torch's kernel .* onecard run --auto"):
         oc.record(step)(torch.randn(5, 3, 4))
+
+
+def test_counts_of_numbers_are_told_what_counts_them():
+    """A mask would not help."""
+    step = oc.to_static(lambda x: torch.bincount(x, minlength=4).float().sum())
+    step(torch.tensor([1, 2, 2]))
+    with pytest.raises(RecordingError, match=r"bincount at .*one_hot\(numbers, n\).sum\(0\) or torch.histc") as told:
+        step(torch.tensor([1, 2, 2]))
+    assert "mask" not in str(told.value)

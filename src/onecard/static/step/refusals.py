@@ -25,11 +25,21 @@ def shape_depends(func: Any) -> RecordingError:
     if "ctc_loss" in name:
         return _ctc()
     what = "indexing by a mask" if name in ("index", "nonzero") else name
+    keep = _KEEPS_SHAPE.get(name, _MASKED)
     return RecordingError(
         f"{what} at {record.user_line()}: the shape of the result depends on values, so that a recording would be right for this "
-        "step only. Keep the shape: torch.where(mask, x, 0) in place of x[mask], sums weighted by the mask in place of means of "
-        "what it selects; or do it outside of the recorded step"
+        f"step only. Keep the shape: {keep}; or do it outside of the recorded step"
     )
+
+
+_MASKED = "torch.where(mask, x, 0) in place of x[mask], sums weighted by the mask in place of means of what it selects"
+_KEEPS_SHAPE = {
+    "nonzero": (
+        f"{_MASKED}; in place of a loop over experts that takes each one's tokens (torch.where(experts == e)), the tokens sorted "
+        "by experts, for one torch.nn.functional.grouped_mm (docs/howto/experts.md)"
+    ),
+    "bincount": "counts by torch.nn.functional.one_hot(numbers, n).sum(0) or torch.histc(numbers, n, 0, n - 1)",
+}
 
 
 def _ctc() -> ReadsDataError:

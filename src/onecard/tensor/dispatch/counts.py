@@ -17,8 +17,8 @@ def added_up(x: Any) -> Any:
     """A few numbers outside autograd of which ranks hold summands, whole; anything else as it is.
 
     A count of tokens is a whole number, and one card divides it once. ``sign(counts.mean() - counts)`` of quotients that each
-    rank has rounded is another one where an expert has as many as the mean. One number is let be, as a loss that is added up for a
-    log; of whole numbers in an integer dtype the rules of ``div`` and ``mul`` see to it.
+    rank has rounded is another one where an expert has as many as the mean. One number is let be, as a loss that is added up for
+    a log; of whole numbers in an integer dtype the rules of ``div`` and ``mul`` see to it.
     """
     if not isinstance(x, DistTensor) or not x._spec.layout.pending or not x.is_floating_point() or x.requires_grad:
         return x
