@@ -94,6 +94,41 @@ def test_before_a_step_of_training_it_says_what_to_do() -> None:
         run(torch.ones(4, 8))
 
 
+def _in_inference_mode(plan: dict[str, Any] | None) -> list[float]:
+    """Losses of training, and of an evaluation that begins inference mode itself, in turns."""
+    model = _model()
+    model[4].p = 0.0
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    x, y = torch.randn(16, 8), torch.randint(0, 5, (16,))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    @torch.inference_mode()
+    def validate(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    runs: list[Any] = [step, validate]
+    if plan is not None:
+        runs = [oc.to_static(run, plan=oc.Plan(**plan)) for run in runs]
+    return [oc.unshard(run(x, y)).item() for _ in range(4) for run in runs]
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize(
+    "plan", [{"dp": 2, "zero": 3}, {"pp": 2, "microbatches": 2}, {"dp": 2, "zero": 1}, {"tp": 2}], ids=str
+)
+def test_an_evaluation_that_begins_inference_mode(plan: dict[str, int]) -> None:
+    """It ended in torch's words on version counters."""
+    wanted = _in_inference_mode(None)
+    for found in run_ranks(_in_inference_mode, 2, plan):
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
 def _reads_less(kind: str, planned: bool) -> list[float]:
     """Losses of a step that reads weights on several stages, or layers on which torch has a faster way to evaluate, in turns."""
     torch.manual_seed(0)

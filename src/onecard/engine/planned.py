@@ -75,8 +75,9 @@ class PlannedStep:
         with all_or_none(name_of(self.fn), "plan", self._ranks):
             try:
                 parts = parts_of_step(self.fn, args, kwargs, bool(self._options.get("ask")))
-            except NoBackward:
-                if trains is None:
+            except (NoBackward, RuntimeError) as fault:
+                # What begins inference mode of its own makes tensors that a look without data cannot follow, and no backward.
+                if trains is None or not (isinstance(fault, NoBackward) or "inference tensor" in str(fault)):
                     raise
                 parts = None
         if parts is None and trains is not None:

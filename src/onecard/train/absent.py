@@ -205,6 +205,7 @@ def _error(x: Tensor, name: str, why: str = "") -> str:
     return (
         f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {in_words(x)}: {here}. "
         f"{_MADE_BEFORE if name == 'all_gather' else ''}"
+        "An evaluation is a step of the same plan: evaluate = oc.to_static(evaluate, plan=plan). "
         "Computations with all parameters belong into the recorded step (clipping, averages: each rank does its own part); "
         "oc.checkpoint.save({'model': model}, path) saves all stages as one model, and oc.checkpoint.load(path) on one process "
         "gives the whole of it"

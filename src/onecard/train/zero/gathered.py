@@ -84,7 +84,8 @@ class GatheredParameter:
         self._shown_at = self._versions()
 
     def _versions(self) -> tuple[int, int]:
-        return self.whole._version, self.seen._version
+        own, seen = (-1 if x.is_inference() else x._version for x in (self.whole, self.seen))
+        return own, seen
 
     def was_written(self) -> bool:
         """Whether a block that is being recorded has written to what it was shown: an embedding's ``max_norm``."""
