@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -83,3 +84,8 @@ def lives_of(
         if nbytes := workspace(node):
             found[at[node]].append(places.life(node, nbytes, node))
     return [PieceLives(tuple(lives), places.count[i, True], places.count[i, False]) for i, lives in enumerate(found)]
+
+
+def _in_order(life: Life) -> tuple[Any, ...]:
+    """As nodes run; what one node makes, in an order that is the same in each recording."""
+    return not life.forward, life.at, life.nbytes, life.until is None, life.until

@@ -90,8 +90,10 @@ def _div(call: Call) -> Form:
 
 def _becomes_fraction(call: Call, x: Tensor) -> bool:
     """Whether whole numbers become fractions: they are added up before: parts of a count that are rounded add up to none."""
-    of, to = x.dtype, call.results[0].dtype
-    return (to.is_floating_point or to.is_complex) and not (of.is_floating_point or of.is_complex)
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        return False
+    made = call.results or call.operands  # a call that is only asked for how it goes has no results yet
+    return any(t.dtype.is_floating_point or t.dtype.is_complex for t in made)
 
 
 row("ldexp", "..., ... -> ...", linear="self")
