@@ -83,7 +83,10 @@ def lives_of(
     for node in nodes:
         if nbytes := workspace(node):
             found[at[node]].append(places.life(node, nbytes, node))
-    return [PieceLives(tuple(lives), places.count[i, True], places.count[i, False]) for i, lives in enumerate(found)]
+    return [
+        PieceLives(tuple(sorted(lives, key=_in_order)), places.count[i, True], places.count[i, False])
+        for i, lives in enumerate(found)
+    ]
 
 
 def _in_order(life: Life) -> tuple[Any, ...]:
