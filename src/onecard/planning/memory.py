@@ -72,10 +72,9 @@ class RankMemory:
     def _buffers(self, stages: dict[int, StageCost], last: int) -> int:
         """Parameters that are gathered, gradients that are on their way, what comes from other stages."""
         state, plan = self._state, self._state.plan
-        sizes = [(p.parameters, p.experts) for stage in stages.values() for p, _ in stage.runs]
-        largest, of_experts = max(sizes, default=(0, 0))
-        gathered = state.gathered(largest, of_experts)
-        sums = largest * size(plan.gradients) if self._divided else 0
+        pieces = [p for stage in stages.values() for p, _ in stage.runs]
+        gathered = max(map(state.gathered, pieces), default=0)
+        sums = max((p.parameters for p in pieces), default=0) * size(plan.gradients) if self._divided else 0
         messages = sum(stage.output for number, stage in stages.items() if number < last) if plan.pp > 1 else 0
         return gathered + sums + messages
 

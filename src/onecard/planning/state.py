@@ -93,13 +93,15 @@ class TrainingState:
         """How many elements of so many a rank updates."""
         return self._part(elements, 1, experts)
 
-    def gathered(self, elements: int, experts: int = 0) -> int:
+    def gathered(self, piece: PieceCost) -> int:
         """Bytes of parameters that are there only while a piece runs (ZeRO-3)."""
         if self.plan.zero < 3 or self.shards == 1:
             return 0
-        # What arrives, and what it is copied to; with overlap the next piece's, too.
-        own = (elements - experts) // self.shards + experts // self.expert_shards
-        return (elements * (3 if self.plan.overlap else 2) + own) * size(self.plan.compute)
+        # Large ones arrive where they are used. Small ones do in a bucket, of which each rank gives its part. With overlap the
+        # next piece is on its way, too.
+        element = size(self.plan.compute)
+        bucket = min(BUCKET_BYTES, self._small([piece], element))
+        return piece.parameters * element * (2 if self.plan.overlap else 1) + bucket + bucket // self.shards
 
     def sent_on(self, nbytes: int) -> int:
         """What of a stage's result a rank sends to the next stage: a part, if tp's ranks share it (``plan.partial_sends``)."""
