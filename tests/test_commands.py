@@ -99,6 +99,7 @@ def test_each_command_has_a_module_and_no_other_is_one():
         (["explain", "x.py", "--rank", "2"], "x.py does not exist"),
         (["plan", "gpt5"], "there is no model 'gpt5'"),
         (["plan", "gpt2", "--fixed", "pt=2"], "there is no field 'pt'"),
+        (["plan", "gpt2", "--fixed", "tpp=2"], "there is no field 'tpp'; did you mean tp=2? All: attention,"),
         (["plan", "gpt2", "--fixed", "tp"], "want NAME=VALUE, such as --fixed tp=2"),
         (["plan", "x.py", "--batch", "4"], "a script has its own batch"),
         *(

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -212,7 +213,9 @@ def typed(name: str, value: str, option: str = "set") -> Any:
     """A value of the command line as the field wants it; what is wrong with it the field says itself."""
     kinds = get_type_hints(Transformer) | get_type_hints(Plan)
     if name not in kinds:
-        raise PlanError(f"--{option} {name}={value}: there is no field {name!r}; there are {', '.join(sorted(kinds))}")
+        near = get_close_matches(name, kinds, 1)
+        meant = f"did you mean {near[0]}={value}? All" if near else "all"
+        raise PlanError(f"--{option} {name}={value}: there is no field {name!r}; {meant}: {', '.join(sorted(kinds))}")
     kind = kinds[name]
     if kind is int and value.lstrip("-").isdecimal() and len(value) < 20:
         return int(value)
