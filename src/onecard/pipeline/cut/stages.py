@@ -254,8 +254,15 @@ def _check_gradients(recording: RecordedStep, parts: Parts) -> None:
     names = [known.name for known in recording.inputs if known.where in left - trained]
     if not names or (steps and not trained):
         return
+    several = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+    if not steps:
+        raise RecordingError(
+            f"stages: {several} gets a gradient, and this call of the step has no optimizer.step(): it would stay, and grow, on one "
+            "stage alone: put optimizer.step() and optimizer.zero_grad() into the step. Gradients that several calls add up are "
+            "those of one call with all their rows (torch.cat), in as many more microbatches"
+        )
     raise RecordingError(
-        f"stages: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} gets a gradient, and no optimizer of the "
+        f"stages: {several} gets a gradient, and no optimizer of the "
         "step takes it, so that it would grow from step to step: give it to the optimizer "
         "(torch.optim.AdamW(model.parameters())), freeze it (requires_grad_(False)), and put optimizer.step() and "
         "optimizer.zero_grad() into the step"
