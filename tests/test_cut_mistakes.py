@@ -172,7 +172,10 @@ TABLE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "AdamW(model.parameters())",
         ),
     ),
-    "no optimizer": (lambda: trained(steps=False), ("model.0.weight and 5 more", "put optimizer.step()", "one call with all their rows")),
+    "no optimizer": (
+        lambda: trained(steps=False),
+        ("model.0.weight and 5 more", "put optimizer.step()", "one call with all their rows"),
+    ),
     "other batches": (
         lambda: trained(rows=8 - 4 * oc.get_rank()),
         (f"{alike}the batch differs", "rank 0: [8, 4] torch.float32", "rank 1: [4, 4] torch.float32"),

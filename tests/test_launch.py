@@ -287,7 +287,9 @@ def test_names_of_options(tmp_path):
     for name in ("--gpus", "--devices", "--device"):
         assert parse([name, "2,3", program])[0].gpus == parse([f"{name}=2,3", program])[0].gpus == "2,3"
     assert parse(["--nproc-per-node", "4", program])[0].nproc_per_node == 4
-    with pytest.raises(LaunchError, match=r"no option --zero: it is a plan.s\. onecard plan train.py .* --fixed zero=VALUE"):
+    with pytest.raises(
+        LaunchError, match=r"no option --zero: it is a plan.s\. onecard plan train.py .* --fixed zero=VALUE"
+    ):
         parse(["--nproc_per_node", "2", "--zero", "3", "train.py"])
     with pytest.raises(LaunchError, match=r"there is no option --no_such_option\. All of them: onecard run --help"):
         parse(["--no_such_option", "4", program])

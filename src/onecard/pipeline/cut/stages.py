@@ -257,9 +257,9 @@ def _check_gradients(recording: RecordedStep, parts: Parts) -> None:
     several = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
     if not steps:
         raise RecordingError(
-            f"stages: {several} gets a gradient, and this call of the step has no optimizer.step(): it would stay, and grow, on one "
-            "stage alone: put optimizer.step() and optimizer.zero_grad() into the step. Gradients that several calls add up are "
-            "those of one call with all their rows (torch.cat), in as many more microbatches"
+            f"stages: {several} gets a gradient, and this call of the step has no optimizer.step(): it would stay, and grow, on "
+            "one stage alone: put optimizer.step() and optimizer.zero_grad() into the step. Gradients that several calls add up "
+            "are those of one call with all their rows (torch.cat), in as many more microbatches"
         )
     raise RecordingError(
         f"stages: {several} gets a gradient, and no optimizer of the "
