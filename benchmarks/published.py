@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +23,7 @@ import onecard as oc
 from onecard.pipeline.schedule.modes import plan as schedule_named
 from onecard.pipeline.schedule.timing import Times, simulate
 from onecard.planning import activations
+from onecard.planning.allocator import CachingAllocator
 from onecard.planning.state import TrainingState
 
 FOLDER = Path(__file__).parent / "published"
@@ -80,10 +82,25 @@ def jobs(name: str) -> Iterator[Found]:
             "seconds": job.seconds,
             "teraflops": operations(sizes, plan) / job.seconds / plan.world / 1e12,
             "tokens_per_second": job.tokens_per_second / plan.world,
-            "gib": job.reserved / 2**30,
+            "gib": (job.reserved + _of_fsdp(job)) / 2**30,
         }
         for what in ours.keys() & row.keys():
             yield Found(row["name"], what, ours[what], row[what], {k: v / job.seconds for k, v in job.terms.items()})
+
+
+def _of_fsdp(job: oc.JobCost) -> int:
+    """Bytes that FSDP2 reserves beside onecard: parameters arrive in memory of their own, from which they are copied to where
+    they are used, those of the next block while one computes."""
+    if job.plan.zero < 3:
+        return 0
+    memory, element = CachingAllocator(), getattr(torch, job.plan.compute).itemsize
+    chain = [(i, piece.parameters) for i, piece in enumerate(job.pieces) for _ in range(piece.alike)]
+    for order in (chain, chain[::-1]):
+        for at, (_, elements) in enumerate(order):
+            memory.make(at % 2, elements * element)
+            memory.drop((at + 1) % 2)
+        memory.drop((len(order) - 1) % 2)
+    return memory.reserved
 
 
 def operations(sizes: oc.Transformer, plan: oc.Plan) -> float:

@@ -102,6 +102,8 @@ class _Stage:
         state = rank.state
         self._gathers = state.plan.zero >= 3 and state.shards > 1
         self._divides = state.plan.zero >= 2 and state.shards > 1
+        self._there = set[int]()
+        """Pieces whose parameters are gathered, or on their way."""
         self.seen = False
 
     # -- what stays ------------------------------------------------------------------------------------------------------
@@ -213,15 +215,17 @@ class _Stage:
             return
         state, element = self._rank.state, size(self._rank.state.plan.compute)
         for each in (k, following) if state.plan.overlap else (k,):
-            if each is not None:
-                self._rank.gathered.drop((self._number, each))
-                self._rank.gathered.make((self._number, each), self._pieces[each].parameters * element)
-        for j, (n, _) in enumerate(self._tensors(k)):
-            self._rank.computed.make((self._number, k, j, "gathered"), n * element)
+            if each is None or each in self._there:
+                continue
+            self._there.add(each)
+            self._rank.gathered.make((self._number, each), state.arriving(self._pieces[each]))
+            for j, (n, _) in enumerate(self._tensors(each)):
+                self._rank.computed.make((self._number, each, j, "gathered"), n * element)
         self._rank.gathered.drop((self._number, k))
 
     def _release(self, k: int) -> None:
         if self._gathers:
+            self._there.discard(k)
             self._drop([(self._number, k, j, "gathered") for j in range(len(self._pieces[k].tensors))])
 
     def _as_made(self, k: int) -> bool:

@@ -97,11 +97,14 @@ class TrainingState:
         """Bytes of parameters that are there only while a piece runs (ZeRO-3)."""
         if self.plan.zero < 3 or self.shards == 1:
             return 0
-        # Large ones arrive where they are used. Small ones do in a bucket, of which each rank gives its part. With overlap the
-        # next piece is on its way, too.
-        element = size(self.plan.compute)
-        bucket = min(BUCKET_BYTES, self._small([piece], element))
-        return piece.parameters * element * (2 if self.plan.overlap else 1) + bucket + bucket // self.shards
+        # With overlap the next piece is on its way, too.
+        whole = piece.parameters * size(self.plan.compute)
+        return whole * (2 if self.plan.overlap else 1) + self.arriving(piece)
+
+    def arriving(self, piece: PieceCost) -> int:
+        """Bytes beside a piece's gathered parameters: large ones arrive in their place, small ones in a bucket of parts."""
+        bucket = min(BUCKET_BYTES, self._small([piece], size(self.plan.compute)))
+        return bucket + bucket // self.shards
 
     def sent_on(self, nbytes: int) -> int:
         """What of a stage's result a rank sends to the next stage: a part, if tp's ranks share it (``plan.partial_sends``)."""
