@@ -52,7 +52,7 @@ class Entrance(LeftBehind):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if torch.jit.is_tracing():  # it would write down this rank's numbers
             raise DispatchError(_exported("torch.jit.trace"))
-        given = self._given(args, kwargs)
+        given = self.handed_in(args, kwargs)
         self._under_way.append(given)
         return (args, kwargs) if given is None else given.found
 
@@ -61,13 +61,8 @@ class Entrance(LeftBehind):
         if self._under_way and (given := self._under_way.pop()) is not None:
             given.write_back()
 
-    def divided(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What somebody is called with, its rows divided."""
-        given = self._given(args, kwargs)
-        return (args, kwargs) if given is None else given.found
-
-    def _given(self, args: Any, kwargs: Any) -> HandedIn | None:
-        """None: nothing is divided."""
+    def handed_in(self, args: Any, kwargs: Any) -> HandedIn | None:
+        """What somebody is called with, its rows divided; None: nothing is."""
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
         if all(isinstance(x, DistTensor) for x in leaves) or any(map(is_transformed, leaves)):
             return None
@@ -125,12 +120,14 @@ class HandedIn:
 
     def __init__(self, laid_out: Callable[[Any], Any], args: Any, kwargs: Any) -> None:
         self._laid_out = laid_out
-        self._tensors: list[tuple[Tensor, Tensor, int]] = []
+        self._tensors: list[tuple[Tensor, Tensor, tuple[int, ...]]] = []
         self._containers: list[tuple[Any, Any, Any]] = []  # the program's, its copy, and that as it was given
         self.found: tuple[Any, Any] = self._of(args), self._of(kwargs)
 
     def _of(self, x: Any) -> Any:
         if isinstance(x, Tensor):
+            if (known := next((made for own, made, _ in self._tensors if own is x), None)) is not None:
+                return known  # given twice it is one tensor
             made = self._laid_out(x)
             if made is not x:
                 self._tensors.append((x, made, _version(made)))
@@ -165,8 +162,9 @@ class HandedIn:
         return [(x, made) for x, made, version in self._tensors if _version(made) != version]
 
 
-def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
+def _version(x: Tensor) -> tuple[int, ...]:
+    """Of a tensor, and of its memory here, to which a replay writes."""
+    return tuple(-1 if t.is_inference() else t._version for t in (x, getattr(x, "_local", x)))
 
 
 def _same(a: list[Any], b: list[Any]) -> bool:

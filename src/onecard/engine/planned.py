@@ -63,9 +63,13 @@ class PlannedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._static is None:
             self._static = self._begun(args, kwargs)
-        if self._entrance is not None:
-            args, kwargs = self._entrance.divided(args, kwargs)
-        return self._static(*args, **kwargs)
+        given = None if self._entrance is None else self._entrance.handed_in(args, kwargs)
+        if given is None:
+            return self._static(*args, **kwargs)
+        args, kwargs = given.found
+        result = self._static(*args, **kwargs)
+        given.write_back()
+        return result
 
     def _ranks(self) -> Sequence[int]:
         return range(0 if self.plan is None else min(self.plan.world, world.get_world_size()))

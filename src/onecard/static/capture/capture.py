@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 from onecard import recorded
 from onecard._torch import names as _torch
-from onecard._torch.names import tree_flatten, tree_unflatten
+from onecard._torch.names import tree_flatten
 from onecard._torch.uncompiled import eagerly
 from onecard.errors import RecordingError
 from onecard.static.capture import hooks, randomness
 from onecard.static.capture.above import Above
 from onecard.static.capture.below import Below
+from onecard.static.capture.handed import HandedOver
 from onecard.static.capture.recorder import Recorder
 from onecard.static.capture.refilled import renew
 from onecard.static.capture.script import StepScript
@@ -89,8 +90,7 @@ class Capture:
         if recorded.recorder is not None:
             raise RecordingError("a step is being recorded already; call the function itself inside, not its recording")
         recorder = self.recorder
-        given = [self._argument(i, x) for i, x in enumerate(self.leaves)]
-        args, kwargs = tree_unflatten(given, tree)
+        self.handed = HandedOver([self._argument(i, x) for i, x in enumerate(self.leaves)], tree)
         self.ran: Ran | NotWatched = NotWatched(self.before.had, self._found)
         if self._replayed:
             self_test.check()
@@ -114,7 +114,7 @@ class Capture:
                 hooks.seen_by(recorder) if self.taken_back else nullcontext(),  # what is cut in microbatches asks
                 self.ran.watching(),
             ):
-                result = fn(*args, **kwargs)
+                result = fn(*self.handed.found[0], **self.handed.found[1])
                 settle_left((result, self.before.gradients_now()))
             recorder.random.end()
             ended = True
@@ -155,7 +155,7 @@ class Capture:
             "kept[key].copy_(new); or return what it makes"
         )
         states = {id(kept) for _, x in self.places.roots if isinstance(x, Optimizer) for kept in x.state.values()}
-        return self.seen.left_behind(states) or (said if self.left else "")
+        return self.handed.filled() or self.seen.left_behind(states) or (said if self.left else "")
 
     # -- numbers of optimizers: inputs while they step --------------------------------------------------------------------
 

@@ -37,6 +37,13 @@ from onecard.static.guards.lookup import (
 )
 from onecard.static.guards.seen import DRAWS, Seen
 
+_SWITCHES = (
+    torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
+    torch.get_float32_matmul_precision, torch.is_anomaly_enabled, torch.initial_seed, torch.get_num_threads,
+    torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.math_sdp_enabled,
+)  # fmt: skip
+"""What says how torch is set for the whole process."""
+
 
 class Calls:
     """Notes what calls look at; ``of_library``: those that come are of a library without torch."""
@@ -49,6 +56,10 @@ class Calls:
         if not self.of_library:
             self._files(f, args, e, line)
             self._beside(f, args, e, line)
+        if isinstance(f, functools.partial) and self.seen.was_there(f):
+            self.seen.whole(f.keywords, f"{text(e.base)}.keywords", line)
+        elif _one_of(f, _SWITCHES):
+            self.seen.ask(f, f, f"{text(e.base)}()", line)
         if _one_of(f, _LOOKS) and len(args) >= 2 and e.name is None and args[0] is not UNKNOWN:
             self._by_name(f, args[0], args[1], text(e.args[0]), line)
         elif _is_followed(f) or _one_of(f, _NO_LOOK):

@@ -69,7 +69,7 @@ class Seen:
         elif isinstance(x, types.MethodType):
             parts = (x.__self__, x.__func__)
         elif isinstance(x, partial):
-            parts = (x.func, *x.args, *x.keywords.values())
+            parts = (x.func, *x.args, x.keywords, *x.keywords.values())
         elif isinstance(x, SHOW):
             parts = (behind(x),)
         elif isinstance(x, types.FunctionType):
