@@ -288,14 +288,14 @@ def test_rows_enter_beside_states_that_lie_on_the_mesh():
     """A recurrent model is given what it has returned."""
     mesh = oc.ProcessMesh([0], ["dp"])
     states = oc.shard_tensor(torch.ones(1, 4, 2), mesh, [oc.Shard(1)])
-    rows, kept = Entrance(mesh, ("dp",)).divided((torch.ones(3, 4, 2), states), {})[0]
+    rows, kept = Entrance(mesh, ("dp",)).handed_in((torch.ones(3, 4, 2), states), {}).found[0]
     assert isinstance(rows, oc.DistTensor) and rows.placements == (oc.Shard(0),) and kept is states
 
 
 def test_a_sparse_operand_enters_as_it_is():
     """Who takes it says what it cannot, at the model's own line."""
     mesh = oc.ProcessMesh([0], ["dp"])
-    graph, rows = Entrance(mesh, ("dp",)).divided((torch.eye(4).to_sparse(), torch.ones(4, 2)), {})[0]
+    graph, rows = Entrance(mesh, ("dp",)).handed_in((torch.eye(4).to_sparse(), torch.ones(4, 2)), {}).found[0]
     assert graph.layout is torch.sparse_coo and isinstance(rows, oc.DistTensor)
     with pytest.raises(DispatchError, match="to_dense"):
         graph @ rows
