@@ -103,21 +103,11 @@ _OF_OTHERS = ("n", "np", "p", "nprocs", "nproc", "ngpus", "num_gpus", "num_proce
 """How other launchers and commands call the number of ranks."""
 
 
-_OF_PLANS = (
-    "zero",
-    "tp",
-    "pp",
-    "dp",
-    "cp",
-    "ep",
-    "recompute",
-    "microbatch",
-    "microbatches",
-    "schedule",
-    "virtual",
-    "offload",
-)
-"""Fields of ``oc.Plan`` that are taken for options."""
+def _is_of_plans(name: str) -> bool:
+    """Whether ``oc.Plan`` has a field of that name."""
+    from onecard.planning.plan import Plan  # torch is loaded for it: only where an error is worded
+
+    return any(field.name == name for field in fields(Plan))
 
 
 def _check_known(ours: Sequence[str]) -> None:
@@ -136,7 +126,7 @@ def _check_known(ours: Sequence[str]) -> None:
         ranks = name in _OF_OTHERS or word[:2] == "-n" or name.startswith("np")
         near = get_close_matches(name, [*names, "auto", "dry_run", "explain", "machine", "memory"], 1)
         meant = "; did you mean --nproc_per_node N?" if ranks else f"; did you mean --{near[0]}?" if near else "."
-        if name in _OF_PLANS:
+        if _is_of_plans(name):
             meant = (
                 f": it is a plan's. onecard plan train.py --world N --fixed {name}=VALUE -o plan.json looks for one, "
                 "onecard run --auto plan.json train.py follows it."

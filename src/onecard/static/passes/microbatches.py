@@ -88,9 +88,9 @@ class Microbatches:
         most = max(lengths, key=lengths.count)  # the batch is what most of them are as long as; among equals the first
         first, batch = next((name, x) for name, x in given if x.shape[0] == most)
         for name, x in given:
-            if x.shape[0] != most and self.k_steps == 1:  # nothing is cut
-                continue
             if x.shape[0] != most:
+                if self.k_steps == 1:  # nothing is cut
+                    continue
                 raise RecordingError(
                     f"k_steps={self.k_steps}: argument {name!r} has {x.shape[0]} rows where {first!r} has {most}, and both would "
                     f"be cut in {self.k_steps}. What is no batch should be read by the step, not given"
