@@ -15,7 +15,7 @@ from onecard._torch.uncompiled import untraced
 from onecard.errors import FleetError
 from onecard.fleet.front.pipeline_parallel import PipelineParallel
 from onecard.fleet.front.wrapped import DistributedModel
-from onecard.fleet.gradients import hooks, pending
+from onecard.fleet.gradients import hooks
 from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.gradients.merging import merge
 from onecard.fleet.grid import topology
@@ -29,7 +29,7 @@ from onecard.fleet.zero.sharded_model import before_step
 from onecard.fleet.zero.sharded_optimizer import ShardedOptimizer
 from onecard.fleet.zero.written import refuse_bounded
 from onecard.tensor import DistTensor
-from onecard.train import rates
+from onecard.train import rates, unreduced
 from onecard.train.lazy import refuse_lazy
 from onecard.train.shard import held
 
@@ -80,7 +80,7 @@ def _sum(mine: list[Any]) -> None:
 
 def _after_step(optimizer: Any, *_: Any) -> None:
     whole.end(optimizer)
-    pending.stepped(gradients.of_optimizer(optimizer))
+    unreduced.stepped(gradients.of_optimizer(optimizer))
 
 
 def distributed_model(model: nn.Module, grad_accum_dtype: torch.dtype | None = None) -> DistributedModel:

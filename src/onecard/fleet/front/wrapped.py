@@ -14,10 +14,11 @@ from onecard import recorded
 from onecard.comm.agree import sparse_check
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
-from onecard.fleet.gradients import hooks, merging, pending
+from onecard.fleet.gradients import hooks, merging
 from onecard.fleet.gradients.copies import compare, compare_given, equalise
 from onecard.fleet.grid.strategy import DistributedStrategy
 from onecard.fleet.zero.carried import Members, declare
+from onecard.train import unreduced
 
 
 class _Around:
@@ -50,7 +51,7 @@ class DistributedModel(nn.Module):
         self.module, self._data, self._accum = module, data, grad_accum_dtype
         self._amp = getattr(torch, strategy.amp_configs["dtype"]) if strategy.amp else None
         self._members: Members | None = None
-        self._family: pending.Family | None = None
+        self._family: unreduced.Family | None = None
         self._number, self._later, self._compared = sparse_check.serial("model"), sparse_check.serial("model"), -1
         self._given = sparse_check.serial("model")
         self._adopt()
@@ -88,12 +89,12 @@ class DistributedModel(nn.Module):
     def _adopt(self) -> None:
         """Say what the parameters are, and give the copies of those that are new one value."""
         parameters = [*self.module.parameters()]
-        self._family = self._family or pending.Family()
+        self._family = self._family or unreduced.Family()
         self._family.become(parameters)
         declare(self.module)
         for name, p in self.module.named_parameters():
             hooks.share_data(p, self._data, self._family, self._accum)
-            if (state := pending.of(p)) is not None:
+            if (state := unreduced.of(p)) is not None:
                 state.name = name
         values = [*parameters, *self.module.buffers()]
         equalise(values if self._members is None else self._members.new(values))

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.comm.world import world
-from onecard.fleet.gradients import pending
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
+from onecard.train import unreduced
 from onecard.train.shard import held
 
 
 def data_of(p: Tensor) -> Ranks | None:
     """The ranks that see other data, of a parameter of ``distributed_model``."""
-    state = pending.of(p)
+    state = unreduced.of(p)
     return None if state is None else state.data
 
 

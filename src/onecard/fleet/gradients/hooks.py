@@ -23,9 +23,9 @@ from onecard.comm.base.state import Kept
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.fleet.gradients import sums, twins
-from onecard.fleet.gradients.pending import Family, Summed, is_due, of, read, watch_alike, write
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.tensor import DistTensor
+from onecard.train.unreduced import Family, Summed, is_due, of, read, watch_alike, write
 
 _owners: Kept[Any] = Kept(WeakIdKeyDictionary)
 """Of gradients that were read. An attribute of theirs would be taken along by torch.save."""

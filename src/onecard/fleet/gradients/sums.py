@@ -17,13 +17,14 @@ from torch import Tensor
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
-from onecard.fleet.gradients import holders, pending, sparse_gradients, twins
-from onecard.fleet.gradients.pending import read, write
+from onecard.fleet.gradients import holders, sparse_gradients, twins
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.tensor import DistTensor
 from onecard.tensor.buckets import fill
+from onecard.train import unreduced
 from onecard.train.shard import held
 from onecard.train.summands import anywhere
+from onecard.train.unreduced import read, write
 
 
 def adds_up(p: Tensor) -> bool:
@@ -35,10 +36,10 @@ def adds_up(p: Tensor) -> bool:
 @torch.no_grad()
 def sync(parameters: Iterable[Tensor], step: bool = False, call: str = "gradients") -> None:
     """As ``hooks.sync``, of parameters that are watched. ``call``: what ranks that are out of step are told that it was for."""
-    given = [p for p in map(twins.trained, parameters) if pending.is_due(p) and (has_sums(p) or _is_wide(p))]
+    given = [p for p in map(twins.trained, parameters) if unreduced.is_due(p) and (has_sums(p) or _is_wide(p))]
     _sync_twins([p for p in given if twins.twin_of(p) is not None])
     chosen = [p for p in given if _is_plain(p)]
-    states: dict[Tensor, Any] = {p: pending.of(p) for p in chosen}
+    states: dict[Tensor, Any] = {p: unreduced.of(p) for p in chosen}
     added, changed = _agreed(chosen, call)
     summands = {*map(id, added)}
     for group in _in_order(s for p in added for s in held(p).sums):
@@ -68,7 +69,7 @@ def sync(parameters: Iterable[Tensor], step: bool = False, call: str = "gradient
 
 def whole(p: Tensor, summand: Tensor) -> Tensor:
     """What a summand of a parameter's gradient is a summand of; the gradient that is there becomes whole, too."""
-    state: Any = pending.of(p)
+    state: Any = unreduced.of(p)
     call = f"hooks of {state.name or f'a parameter {[*p.shape]}'}, summed in backward, which reaches it on every rank"
     sync([p], call=call)
     known = read(p)
@@ -83,7 +84,7 @@ def whole(p: Tensor, summand: Tensor) -> Tensor:
 @torch.no_grad()
 def asked(parameters: list[Tensor], summands: Iterable[Tensor | None]) -> list[Tensor | None]:
     """The gradients of which a rank has these summands, in the messages of a ``sync``; those that are there stay as they are."""
-    states: list[Any] = [pending.of(p) for p in parameters]
+    states: list[Any] = [unreduced.of(p) for p in parameters]
     kept = [(read(p), s.summand, s.uneven, s.kept, s.wide, s.known) for p, s in zip(parameters, states, strict=True)]
     for p, state, summand in zip(parameters, states, summands, strict=True):
         state.kept = state.wide = None
@@ -100,7 +101,7 @@ def asked(parameters: list[Tensor], summands: Iterable[Tensor | None]) -> list[T
 
 def _part(p: Tensor) -> Any:
     """What this rank has of a gradient, in the dtype in which it adds up."""
-    state = pending.of(p)
+    state = unreduced.of(p)
     return read(p) if state is None or state.wide is None else state.wide
 
 
@@ -114,13 +115,13 @@ def _is_plain(p: Tensor) -> bool:
 
 
 def _is_wide(p: Tensor) -> bool:
-    state = pending.of(p)
+    state = unreduced.of(p)
     return state is not None and state.wide is not None
 
 
 def is_whole(parameter: Tensor) -> bool:
     """Whether its gradient is summed, as it is now."""
-    state = pending.of(parameter)
+    state = unreduced.of(parameter)
     return not has_sums(parameter) or (state is not None and not state.uneven)
 
 
@@ -211,7 +212,7 @@ def _agreed(parameters: list[Tensor], call: str) -> tuple[list[Tensor], list[Ten
         for group in [*held(p).sums, *([held(p).group] if held(p).copies else []), holders.averaged_over(p)]:
             if group is not None and group.size > 1:
                 by_group.setdefault(group.turn, (group, []))[1].append(p)
-    states: dict[Tensor, Any] = {p: pending.of(p) for p in parameters}
+    states: dict[Tensor, Any] = {p: unreduced.of(p) for p in parameters}
     said = {
         p: [(grad := _part(p)) is not None, states[p].summand, states[p].uneven, _is_dense(grad)] for p in parameters
     }

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from onecard.errors import FleetError
-from onecard.fleet.gradients import pending
 from onecard.place.layout import Layout
 from onecard.tensor import DistTensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec
 from onecard.train import shard as shards
+from onecard.train import unreduced
 from onecard.train.shard import held, noted
 
 _NAME = "_onecard_twin"
@@ -69,7 +69,7 @@ class Twin:
 def pair(twin: Any, plain: Tensor, reducer: Any, zero: Any) -> None:
     """Say whose twin a distributed parameter is."""
     setattr(twin, _NAME, Twin(reducer, zero, weakref.ref(plain)))
-    pending.leave(plain)
+    unreduced.leave(plain)
     if (what := noted(plain)) is not None:  # one that is not marked is whole, also where its own memory is given up
         shards.note(twin, what)
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from onecard.comm.issue import groups
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import FleetError
-from onecard.fleet.gradients import holders, hooks, pending, sparse_gradients
+from onecard.fleet.gradients import holders, hooks, sparse_gradients
 from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.gradients.twins import summand
 from onecard.fleet.zero.local_parameter import adopted, same_memory, twin_parameter
@@ -25,6 +25,7 @@ from onecard.fleet.zero.whole import divided
 from onecard.tensor import DistTensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec
+from onecard.train import unreduced
 from onecard.train.summands import anywhere
 from onecard.train.zero.last_hooks import register_first_behind, register_last
 from onecard.train.zero.master import exchange_all
@@ -64,7 +65,7 @@ class ShardedOptimizer:
         summed = set() if self._clips else self._summed()
         for p, twin in self._twins.items():
             twin.grad = None
-            grad = pending.read(p)  # what is still to be summed along the axis stays so
+            grad = unreduced.read(p)  # what is still to be summed along the axis stays so
             if grad is None and p in summed:
                 grad = torch.zeros_like(p)
             if grad is not None:
@@ -82,7 +83,7 @@ class ShardedOptimizer:
             lines.setdefault(ranks.ranks, (ranks, []))[1].append(p)
         found = set()
         for _, (ranks, params) in sorted(lines.items(), key=lambda line: line[0]):
-            mine = [[pending.read(p) is not None and not gradients.is_whole(p)] for p in params]
+            mine = [[unreduced.read(p) is not None and not gradients.is_whole(p)] for p in params]
             said = anywhere(mine, ranks, params[0].device)
             found |= {p for p, (there,) in zip(params, said, strict=True) if there}
         return found

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from onecard import recorded
 from onecard.errors import FleetError, RecordingError
-from onecard.fleet.gradients import pending
 from onecard.fleet.gradients import sums as gradients
 from onecard.tensor import DistTensor
+from onecard.train import unreduced
 from onecard.train.judged import Looks, cut_in, keeps_parameters, looks_at
 from onecard.train.shard import held
 
@@ -98,9 +98,9 @@ class WholeParameters:
     def begin(self, optimizer: Optimizer, parts: list[Tensor]) -> None:
         """Join the parts, and their gradients, and put them into the optimizer's groups."""
         call = f"whole parameters for {type(optimizer).__name__}"
-        given = [p for p in parts if pending.read(p) is not None]
+        given = [p for p in parts if unreduced.read(p) is not None]
         values = join([p.detach() for p in given], given, call)
-        grads = join([pending.read(p) for p in given], given, call)
+        grads = join([unreduced.read(p) for p in given], given, call)
         for p, value, grad in zip(given, values, grads, strict=True):
             mine = self._of.setdefault(p, nn.Parameter(value))
             mine.data, mine.grad = value, grad

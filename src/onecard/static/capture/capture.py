@@ -41,13 +41,15 @@ from onecard.static.guards.seen import Seen
 from onecard.static.step import refusals
 from onecard.static.step.facts import facts
 from onecard.static.step.phases import Phases
-from onecard.static.step.step import Effect, Input, Output, RecordedStep, Where
+from onecard.static.step.step import BESIDE, Effect, Input, Output, RecordedStep, Where
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.rows.one_call import seen_as
 from onecard.tensor.rows.rows import settle_left
 from onecard.tensor.spec import OWN
 from onecard.tensor.staged import is_read, stages_of
 from onecard.train.modules.recordable import recordable
+
+_KINDS = {"member": "parameter", "object": "tensor", "group": "state"} | dict.fromkeys(BESIDE, "gradient")
 
 
 class Capture:
@@ -254,6 +256,7 @@ class Capture:
             name, recorder.graph, inputs, results, tree, effects, *asked(recorder.graph, recorder.conditions, recorder.asked_at),
             tuple(n for n, _ in places.roots), had, constants, beliefs=believed(named, still_before(before, places.roots)),
             around=(torch.is_grad_enabled(), modes()), owners=places.owners(),
+            unreduced=tuple((places(key, None), *words) for key in known for words in before.unreduced_now(key)),
         )  # fmt: skip
         self.script = script.of(made)
         return made
@@ -329,6 +332,8 @@ class Capture:
             if key in self.before.begun or not self.before.still_is(now, grad or id(None)):
                 where = self.places(key, leaf)
                 yield Effect("gradient", where, None if now is None else self._output(now))
+            for place, x in self.before.beside_now(key, leaf):
+                yield Effect(place, (place, self.places(key, leaf)), None if x is None else self._output(x))
 
     def _moved(self) -> Iterator[Effect]:
         moved = {id(x): x for x in self.before.moved()}
@@ -362,7 +367,12 @@ class Capture:
             where, spec = self.places(id(value), value), None
         else:
             where, spec = self.places(holder, self.before.alive[holder]()), self.before.locals[holder][1]
-        kind: Any = {"member": "parameter", "object": "tensor", "group": "state"}.get(where[0], where[0])
+        kind: Any = {
+            **dict.fromkeys(BESIDE, "gradient"),
+            "member": "parameter",
+            "object": "tensor",
+            "group": "state",
+        }.get(where[0], where[0])
         return Input(kind, self.places.name(where), where, spec, facts(value))
 
     def _holder(self, local: Tensor) -> int | None:

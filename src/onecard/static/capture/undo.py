@@ -11,6 +11,7 @@ from torch import Tensor
 from onecard._torch import names as _torch
 from onecard.static.guards.before import Before
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.train import unreduced
 
 
 class Undo:
@@ -26,6 +27,7 @@ class Undo:
         self._copies: dict[int, tuple[Any, Any]] = {}
         leaves = [x for key in before.gradients if (x := before.alive[key]()) is not None]
         self._grads = [(x, _torch.gradient(x)) for x in leaves]
+        self._unreduced = [(state, state.noted()) for x in leaves if (state := unreduced.watched(x)) is not None]
         self._places = [
             (x, x._local, x._spec, x._memory) for x in alive if isinstance(x, DistTensor) and hasattr(x, "_local")
         ]
@@ -62,6 +64,8 @@ class Undo:
         for x, grad in self._grads:
             if _torch.gradient(x) is not grad:
                 x.grad = grad
+        for known, noted in self._unreduced:
+            known.back(noted)
         for optimizer, states in self._states:
             made = _numbers_of_states(optimizer) if counts else {}
             optimizer.state.clear()
@@ -76,7 +80,15 @@ class Undo:
         for generator, state in self._random:
             generator.set_state(state)
         # Who recorded names this, and this him: gradients and copies are not for Python's collector to come by.
-        for kept in (self._copies, self._grads, self._places, self._states, self._groups, self._random):
+        for kept in (
+            self._copies,
+            self._grads,
+            self._unreduced,
+            self._places,
+            self._states,
+            self._groups,
+            self._random,
+        ):
             kept.clear()
 
 

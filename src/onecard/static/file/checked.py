@@ -11,12 +11,12 @@ from onecard._torch.names import OpOverload, below_autograd
 from onecard.errors import RecordingError
 from onecard.static.file.encoding import all_of, whole
 from onecard.static.guards.reads import sized_by_values
-from onecard.static.step.step import Effect, Input, Output, RecordedStep
+from onecard.static.step.step import BESIDE, Effect, Input, Output, RecordedStep
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.spec import Spec
 
 _INPUTS = {"argument", "parameter", "buffer", "gradient", "state", "tensor", "number", "generator", "constant"}
-_EFFECTS = {"gradient", "place", "state", "new state", "group"}
+_EFFECTS = {*BESIDE, "place", "state", "new state", "group"}
 
 
 def check(made: RecordedStep) -> None:
@@ -53,6 +53,12 @@ def check(made: RecordedStep) -> None:
         where, had = whole(given, (tuple,), 2)
         places.check(where)
         whole(had, (bool,))
+    for given in whole(made.unreduced, (tuple,)):
+        where, before, behind, reached = whole(given, (tuple,), 4)
+        places.check(where)
+        for words in (before, behind):
+            all_of(whole(words, (tuple,), 7), bool)
+        whole(reached, (bool,))
     all_of(made.answers, bool)
     if (made.conditions is None) != (not made.answers) or (
         made.conditions is not None and len(_outputs(made.conditions)) != len(made.answers)
@@ -91,8 +97,8 @@ class _Places:
         match whole(where, (tuple,)):
             case ("argument", int(i)):
                 fits = type(i) is int and 0 <= i < self.arguments
-            case ("gradient", tuple(inner)):
-                fits = inner[:1] != ("gradient",)
+            case ("gradient" | "kept" | "wide", tuple(inner)):
+                fits = inner[:1] not in [(kind,) for kind in BESIDE]
                 self.check(inner)
             case ("object", int(r)):
                 fits = self._root(r)
@@ -176,7 +182,7 @@ def _effect(effect: Effect, places: _Places, count: int) -> None:
         raise RecordingError(f"an effect {effect.kind!r} on {effect.where}")
     if effect.output is not None:
         _output(whole(effect.output, (Output,)), count)
-    elif effect.kind != "gradient":
+    elif effect.kind not in BESIDE:
         raise RecordingError(f"an effect {effect.kind!r} without a value")
 
 

@@ -28,8 +28,20 @@ from onecard.static.guards.places import is_nameless
 from onecard.static.step.step import RecordedStep
 from onecard.tensor.dist_tensor import DistTensor
 
-FORMAT = 3
-_PLAIN = ("name", "inputs", "results", "effects", "answers", "roots", "gradients", "arguments", "beliefs", "around")
+FORMAT = 4
+_PLAIN = (
+    "name",
+    "inputs",
+    "results",
+    "effects",
+    "answers",
+    "roots",
+    "gradients",
+    "unreduced",
+    "arguments",
+    "beliefs",
+    "around",
+)
 _NOTED = ("phase", "module", "line", "tensor", "spec", "data", "own", "rank")
 
 

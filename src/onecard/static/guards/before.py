@@ -20,6 +20,7 @@ from onecard.static.guards import frozen
 from onecard.static.step.facts import takes_gradients
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.spec import Spec
+from onecard.train import unreduced
 
 
 class Before:
@@ -28,7 +29,7 @@ class Before:
     Attributes:
         alive: by identity.
         gradients: for each leaf, its gradient's identity or 0; ``owners``: the other way; ``begun``: those that are leaves
-            with gradients since the step only.
+            with gradients since the step only. ``unreduced``: what was known of those of which ranks have summands.
         holders: by the identity of a local part, the identities of the distributed tensors that had it, parameters first.
         locals: of each distributed tensor, its local part's identity and its spec.
         groups: the numbers of all optimizers; ``states``: for each of them, the states of each parameter, by name
@@ -43,6 +44,7 @@ class Before:
         self.gradients: dict[int, int] = {}
         self.owners: dict[int, int] = {}
         self.begun: set[int] = set()
+        self.unreduced: dict[int, dict[str, Any]] = {}
         self.holders: dict[int, list[int]] = {}
         self.locals: dict[int, tuple[int, Spec]] = {}
         self.groups: list[tuple[Optimizer, list[dict[str, Any]]]] = []
@@ -75,7 +77,33 @@ class Before:
                     self.owners[id(grad)] = id(x)
                     self.alive[id(grad)] = TensorWeakRef(grad)
                     self._hold(grad)
+                if (state := unreduced.watched(x)) is not None:
+                    self._beside(id(x), state, state.words(grad is not None))
             self._hold(x)
+
+    def _beside(self, key: int, state: Any, words: Any) -> None:
+        """What is known of a gradient of which ranks have summands."""
+        known = self.unreduced[key] = {"words": words, "backwards": state.family.backwards}
+        for kind in ("kept", "wide"):
+            x = getattr(state, kind)
+            known[kind] = 0 if x is None else id(x)
+            if x is not None:
+                self.alive[id(x)] = TensorWeakRef(x)
+
+    def beside_now(self, key: int, leaf: Any) -> Iterator[tuple[str, Any]]:
+        """What stands beside the gradient of a leaf by now and did not before; None: nothing does any more."""
+        for kind in ("kept", "wide") if key in self.unreduced else ():
+            x = getattr(unreduced.of(leaf), kind)
+            if not self.still_is(x, self.unreduced[key][kind] or id(None)):
+                yield kind, x
+
+    def unreduced_now(self, key: int) -> Iterator[tuple[Any, Any, bool]]:
+        """What was known of the gradient of a leaf, what is, and whether a backward has reached its model; nothing of others."""
+        if (was := self.unreduced.get(key)) is not None:
+            leaf: Any = self.alive[key]()
+            state: Any = unreduced.of(leaf)
+            now = state.words(unreduced.read(leaf) is not None)
+            yield was["words"], now, state.family.backwards != was["backwards"]
 
     def _hold(self, x: Tensor) -> None:
         if isinstance(x, DistTensor) and hasattr(x, "_local"):

@@ -24,8 +24,9 @@ from onecard.static.guards.lookup import now_at
 from onecard.static.guards.places import at, module_at, named_parameters, optimizer_at
 from onecard.static.guards.unchanged import differs, is_still
 from onecard.static.step.memory import GraphMemory
-from onecard.static.step.step import MISS, Input, RecordedStep, Where
+from onecard.static.step.step import BESIDE, MISS, Input, RecordedStep, Where
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.train import unreduced
 
 _HOOKS_OF_TENSORS = ("{}[{}]._backward_hooks", "{}[{}]._post_accumulate_grad_hooks")
 
@@ -43,7 +44,8 @@ class Fits(Source):
         super().__init__(
             MISS=MISS, run=step_function(recording), below=_torch.below_autograd, spent=spent, tree_unflatten=tree_unflatten,
             DistTensor=DistTensor, Tensor=Tensor, wrap=wrap, is_=is_, is_like=is_like, differs=differs, now_at=now_at,
-            is_still=is_still, one_memory=one_memory,
+            is_still=is_still, one_memory=one_memory, read=unreduced.read, write=unreduced.write, words_now=unreduced.words_now,
+            replayed=unreduced.replayed,
             is_grad_enabled=torch.is_grad_enabled, is_inference=torch.is_inference_mode_enabled, flatten=tree_flatten,
             modes=modes, default_dtype=torch.get_default_dtype, any_autocast=_torch.any_autocast,
         )  # fmt: skip
@@ -82,7 +84,11 @@ class Fits(Source):
         if kind == "constant":
             raise KeyError(kind)
         if kind == "gradient":
-            return self.code("{}.grad", self.place(rest[0]))
+            # Who reads that of a watched one has it summed.
+            words = "read({})" if rest[0] in self.watched else "{}.grad"
+            return self.code(words, self.place(rest[0]))
+        if kind in BESIDE:
+            return self.code("{}.kept" if kind == "kept" else "{}.wide", self.slot(self.watched[rest[0]]))
         root = self.roots[rest[0]]
         if kind in ("parameter", "buffer"):
             module, name = module_at(root, rest[1])
@@ -242,14 +248,36 @@ class Fits(Source):
     def _gradients(self) -> None:
         """Whether there are gradients before the step, where it matters: one that is dropped unread may as well not be there."""
         read = {known.where for known in self.recording.inputs}
+        self._unreduced(read)
         for where, had in self.recording.gradients:
             if had and ("gradient", where) in read:
-                self.miss(
-                    self.code("{}.grad is None", self.place(where)), "a parameter has no gradient before the step"
-                )
+                gone = self.code("{} is None", self.place(("gradient", where)))
+                self.miss(gone, "a parameter has no gradient before the step")
             elif not had and (where[0] == "argument" or not stands_for_another(at(where, self.roots, ()))):
                 words = "a parameter has a gradient before the step"
-                self.miss(self.code("{}.grad is not None", self.place(where)), words)
+                self.miss(self.code("{} is not None", self.place(("gradient", where))), words)
+
+    def _unreduced(self, read: set[Where]) -> None:
+        """What is known of gradients of which ranks have summands: which messages are due depends on it.
+
+        Raises:
+            KeyError: they are others than when it was recorded.
+        """
+        known = self.recording.unreduced
+        held = [where for where, _ in self.recording.gradients if where[0] != "argument"]
+        found = {where: unreduced.watched(at(where, self.roots, ())) for where in held}
+        self.watched = {where: state for where, state in found.items() if state is not None}
+        if {where for where, *_ in known} != {*self.watched}:
+            raise KeyError("what fleet knows of a parameter's gradient")
+        dropped = {where for where, had in self.recording.gradients if had and ("gradient", where) not in read}
+        asked = [(where, before) for where, before, *_ in known if where not in dropped]
+        if asked:
+            parameters = self.slot([at(where, self.roots, ()) for where, _ in asked])
+            states, words = self.slot([self.watched[where] for where, _ in asked]), self.slot([b for _, b in asked])
+            differ = self.code("words_now({}, {}) != {}", parameters, states, words)
+            self.miss(
+                differ, "what is known of gradients before the step: read, summed, or made by an earlier backward"
+            )
 
     def _ties(self) -> None:
         """Places that hold one tensor now must have held one when it was recorded."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from onecard._torch import names as _torch
+from onecard.train import unreduced
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -25,8 +26,8 @@ def stands_for_another(x: Any) -> bool:
 
 
 def own_gradient(x: Any) -> Any:
-    """``x.grad``; of a parameter that stands for a distributed one not that one's."""
-    return _torch.gradient(x) if stands_for_another(x) else x.grad
+    """``x.grad``; of a parameter that stands for a distributed one not that one's, and without having it summed."""
+    return _torch.gradient(x) if stands_for_another(x) or unreduced.watched(x) is not None else x.grad
 
 
 def same_code(fits: Any, roots: Sequence[Any]) -> None:

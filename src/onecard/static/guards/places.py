@@ -13,8 +13,9 @@ from onecard._torch import names as _torch
 from onecard.static.guards.before import Before
 from onecard.static.guards.hooked import own_parameters
 from onecard.static.step import refusals
-from onecard.static.step.step import Where
+from onecard.static.step.step import BESIDE, Where
 from onecard.tensor.deferred.calls import storage_of
+from onecard.train import unreduced
 
 
 def holders(values: Sequence[Any]) -> dict[int, int]:
@@ -57,6 +58,10 @@ class Places:
         for grad, leaf in before.owners.items():
             if leaf in self._found:
                 self._gradients[grad] = ("gradient", self._found[leaf])
+        for leaf, known in before.unreduced.items():
+            for kind in ("kept", "wide"):
+                if leaf in self._found and known[kind]:
+                    self._gradients[known[kind]] = (kind, self._found[leaf])
 
     def states_of(self, before: Before) -> None:
         """Learn which tensors were states before the step, which it may have replaced (``state["m"] = 0.9 * state["m"]``)."""
@@ -92,7 +97,7 @@ class Places:
     def rank(self, key: int) -> int:
         """Which of several tensors is called by its name: of a module or an optimizer, an argument, a gradient, another one."""
         kind = (self._found.get(key) or self._gradients.get(key) or ("object",))[0]
-        return {"argument": 1, "gradient": 2, "object": 3}.get(kind, 0)
+        return {"argument": 1, **dict.fromkeys(BESIDE, 2), "object": 3}.get(kind, 0)
 
     def was_gradient(self, key: int) -> bool:
         """Whether this is the identity of a gradient before the step."""
@@ -107,7 +112,7 @@ class Places:
         kind, *rest = where
         if kind == "argument":
             return self.names[rest[0]]
-        if kind == "gradient":
+        if kind in BESIDE:
             return f"{self.name(rest[0])}.grad"
         root = self.roots[rest[0]][0]
         if kind in ("parameter", "buffer"):
@@ -168,6 +173,8 @@ def at(where: Where, roots: Sequence[Any], leaves: Sequence[Any]) -> Any:
         return leaves[rest[0]]
     if kind == "gradient":
         return _torch.gradient(at(rest[0], roots, leaves))
+    if kind in BESIDE:
+        return getattr(unreduced.of(at(rest[0], roots, leaves)), kind)
     root = roots[rest[0]]
     if kind in ("parameter", "buffer"):
         module, name = module_at(root, rest[1])

@@ -20,7 +20,7 @@ from onecard.static.guards.seen import Seen
 from onecard.static.run.agreed import ReplayTurn
 from onecard.static.run.elsewhere import absent
 from onecard.static.run.rechecked import NEVER, Checks
-from onecard.static.step.step import ANEW, AnyStep, Effect, Output, Where
+from onecard.static.step.step import ANEW, BESIDE, AnyStep, Effect, Output, Where
 
 
 class BoundRecording(Generic[AnyStep]):
@@ -147,15 +147,17 @@ class _ReplayCode(Fits):
         recording = self.recording
         read = {i.where for i in recording.inputs}
         lines = [
-            self.code(
-                "{}.grad = None", self.place(e.where)
-            )  # memory that the program gives back before the forward pass
+            self._leave(e.where, self.code("None"))  # memory that the program gives back before the forward pass
             for e in recording.effects
             if e.kind == "gradient" and ("gradient", e.where) not in read
         ]
         lines += [self.code("with below(): out = run({})", self.joined(", ", self.given))]
         for effect in recording.effects:
             lines += self._effect(effect)
+        if recording.unreduced:
+            where, _, words, reached = zip(*recording.unreduced, strict=True)
+            known = map(self.slot, ([self.watched[w] for w in where], words, reached))
+            lines.append(self.code("replayed({})", self.joined(", ", known)))
         shown = [self._result(r) for r in recording.results]
         if recording.tree.is_leaf():
             lines.append(self.code("return {}", shown[0]))
@@ -184,12 +186,18 @@ class _ReplayCode(Fits):
         on = where[0] != "argument" or self.kinds[where[1]][-2]
         return [] if on else [self.code("{}.requires_grad_()", place)]
 
+    def _leave(self, where: Where, value: Code) -> Code:
+        """A gradient in its place; a watched one as backward leaves it, which is no assignment of the program's."""
+        return self.code("write({}, {})" if where in self.watched else "{}.grad = {}", self.place(where), value)
+
     def _effect(self, effect: Effect) -> list[Code]:
         place, output = self.place(effect.where), effect.output
         if effect.kind == "gradient":
             none = None if effect.absent is None else absent(effect.absent)
-            left = self.code("{}.grad = {}", place, self.slot(none) if output is None else self._output(output))
+            left = self._leave(effect.where, self.slot(none) if output is None else self._output(output))
             return [*self._flag(effect.where, place), left]
+        if effect.kind in BESIDE:
+            return [self.code("{} = {}", place, self.code("None") if output is None else self._output(output))]
         assert output is not None
         if effect.kind == "place":
             spec = self.slot(output.spec)

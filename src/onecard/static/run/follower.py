@@ -297,7 +297,7 @@ class Follower(recorded.Listener):
         for effect in script.effects:
             if effect.kind == "gradient":
                 changed.add(effect.where)
-                now = at(effect.where, self.roots, self.leaves).grad
+                now = own_gradient(at(effect.where, self.roots, self.leaves))
             else:
                 now = at(effect.where, self.roots, self.leaves)
             if not (now is None if effect.output is None else now is not None and self._made(now, effect.output)):

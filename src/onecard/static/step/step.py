@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 from torch import fx
 
 from onecard.tensor.spec import Spec
+from onecard.train.unreduced import Words
 
 MISS = object()
 """What a replay gives that was not done: the recording does not fit."""
@@ -19,7 +20,11 @@ ANEW = object()
 """The same, where it fits here and not on another rank that does the step with this one: all of them record it anew."""
 Where = tuple[Any, ...]
 """A place in the program: ("argument", i), ("parameter" or "buffer", root, path), ("member", root, group, i) of an optimizer,
-("gradient", where), ("state", root, group, i, key), ("group", root, group, key, i or None), ("object", root)."""
+("gradient", where), ("kept" or "wide", where) beside it (``train/unreduced.py``),
+("state", root, group, i, key), ("group", root, group, key, i or None), ("object", root)."""
+
+BESIDE = ("gradient", "kept", "wide")
+"""Kinds of places beside a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ class Effect:
     """What the step leaves in the program: a gradient, a new state, another local part, a number of an optimizer.
 
     ``kind``: "gradient" (of ``where``; no ``output``: set to None), "place" (of a distributed tensor), "state", "new state" (the
-    optimizer had none), "group". ``absent``: only other ranks of a pipeline have the gradient.
+    optimizer had none), "group", "kept" or "wide" (beside a gradient). ``absent``: only other ranks of a pipeline
+    have the gradient.
     """
 
     kind: str
@@ -100,6 +106,8 @@ class RecordedStep:
         conditions: a graph of the same inputs: comparisons of numbers, which must come out as ``answers``.
         roots: names of the modules, optimizers and tensors that places are told by.
         gradients: leaves, with whether they had a gradient before the step.
+        unreduced: of those of which ranks have summands: what was known of it before the step and is behind it, and whether
+            a backward of the step has reached their model.
         constants: tensors made of Python values.
         arguments: for each leaf of the arguments, its name and what of it the recording depends on; ``call``: their form.
         backend: who computes between the messages: "eager", torch's kernels one by one, or "inductor".
@@ -130,6 +138,7 @@ class RecordedStep:
     elsewhere: tuple[Elsewhere, ...] = ()
     counts: tuple[Any, ...] = field(default=(), compare=False)
     owners: dict[Where, Where] = field(default_factory=dict, compare=False)
+    unreduced: tuple[tuple[Where, Words, Words, bool], ...] = ()
     bound: Any = field(default=None, compare=False)
     _run: Callable[..., Any] | None = field(default=None, compare=False)
 
@@ -158,7 +167,7 @@ class RecordedStep:
     def name_of(self, where: Where) -> str:
         """A place in words."""
         kind, *rest = where
-        if kind == "gradient":
+        if kind in BESIDE:
             return f"{self.name_of(rest[0])}.grad"
         if kind == "argument":
             return self.arguments[rest[0]][0]

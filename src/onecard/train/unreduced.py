@@ -7,7 +7,7 @@ gradients of a family unknown, also those that only another rank has.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from onecard._torch import names as _torch
 from onecard.comm.issue.ranks import Ranks
 
 _NAME = "_onecard_summed"
+Words = tuple[bool, ...]
 read, write = _torch.gradient, _torch.set_gradient
 """A gradient as autograd left it."""
 
@@ -100,6 +101,34 @@ class Summed:
         if self.family is not None:
             self.known = self.family.backwards
 
+    def words(self, there: bool) -> Words:
+        """What it is now, as data; ``there``: whether there is a gradient. Else nobody has looked at one."""
+        kept, wide = self.kept is not None, self.wide is not None
+        looked = self.looked and (there or kept or wide)
+        return self.summand, self.uneven, self.is_unknown(), looked, self.asked, kept, wide
+
+    def noted(self) -> tuple[Any, ...]:
+        """All of it, for who takes back what comes now."""
+        return (
+            *(getattr(self, name) for name in _HELD),
+            self.family,
+            None if self.family is None else self.family.backwards,
+        )
+
+    def back(self, noted: tuple[Any, ...]) -> None:
+        """It is what was noted."""
+        for name, value in zip(_HELD, noted, strict=False):
+            setattr(self, name, value)
+        *_, self.family, backwards = noted
+        if self.family is not None:
+            self.family.backwards = backwards
+
+    def resume(self, words: Words) -> None:
+        """It is what these words say; the tensors have been put where they belong."""
+        self.summand, self.uneven, unknown, self.looked, self.asked = words[:5]
+        if self.family is not None:
+            self.known = -1 if unknown else self.family.backwards
+
     def widen(self, p: Tensor) -> None:
         """Add what there is to what has added up in another dtype."""
         grad = read(p)
@@ -129,6 +158,9 @@ class Summed:
         return _nothing, ()
 
 
+_HELD = ("summand", "uneven", "known", "looked", "asked", "hooked", "trained", "kept", "wide")
+
+
 def _nothing() -> None:
     """What is left of it in a file."""
 
@@ -136,6 +168,25 @@ def _nothing() -> None:
 def of(p: Any) -> Summed | None:
     """What is known of a parameter's gradient; None where no other rank has a part in it."""
     return getattr(p, _NAME, None)
+
+
+def watched(p: Any) -> Summed | None:
+    """What is known of a gradient, if who reads it has it summed first."""
+    state = of(p)
+    return None if state is None or state.family is None else state
+
+
+def words_now(parameters: Sequence[Any], states: Sequence[Summed]) -> list[Words]:
+    """What is known of the gradients of parameters, as data."""
+    return [state.words(read(p) is not None) for p, state in zip(parameters, states, strict=True)]
+
+
+def replayed(states: Sequence[Summed], words: Sequence[Words], reached: Sequence[bool]) -> None:
+    """A recorded step was replayed, and has left what these words say; ``reached``: whether a backward added to their family."""
+    for family in {state.family for state, is_reached in zip(states, reached, strict=True) if is_reached}:
+        family.backwards += 1  # type: ignore[union-attr]
+    for state, said in zip(states, words, strict=True):
+        state.resume(said)
 
 
 def is_due(p: Tensor) -> bool:

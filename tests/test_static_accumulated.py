@@ -1,0 +1,146 @@
+"""A recorded forward and backward, accumulated over calls: a replay adds to gradients as a backward does."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fleet_programs import begin, seeded
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard import fleet
+from onecard.fleet.utils import sequence_parallel_utils
+from onecard.testing import run_ranks
+
+Step = Callable[[Tensor], Tensor]
+
+
+class Normed(nn.Module):
+    """A layer cut over mp in sequence parallelism: the norm before it sees a part of the rows, its gradient is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.inner = sequence_parallel_utils.ColumnSequenceParallelLinear(4, 6, gather_output=False)
+        sequence_parallel_utils.mark_as_sequence_parallel_parameter(self.norm.weight)
+        sequence_parallel_utils.mark_as_sequence_parallel_parameter(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.norm(x)).square()
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh()).square()
+
+
+def half() -> nn.Module:
+    return Plain().bfloat16()
+
+
+MODELS: dict[str, tuple[dict[str, int], Any]] = {
+    "dp": ({"dp": 2}, Plain),
+    "sharding": ({"sharding": 2}, Plain),
+    "sequence": ({"mp": 2}, Normed),
+    "wide": ({"dp": 2}, half),
+}
+
+
+def plain(step: Step, rows: list[Tensor], optimizer: Any, weights: list[Tensor]) -> None:
+    for x in rows:
+        step(x)
+
+
+def looked(step: Step, rows: list[Tensor], optimizer: Any, weights: list[Tensor]) -> None:
+    for x in rows:
+        step(x)
+        [None if p.grad is None else p.grad.norm() for p in weights]
+
+
+def looked_once(step: Step, rows: list[Tensor], optimizer: Any, weights: list[Tensor]) -> None:
+    step(rows[0])
+    [p.grad for p in weights]
+    step(rows[1])
+    step(rows[2])
+
+
+def clipped(step: Step, rows: list[Tensor], optimizer: Any, weights: list[Tensor]) -> None:
+    step(rows[0])
+    torch.nn.utils.clip_grad_norm_(weights, 0.1)
+    step(rows[1])
+
+
+def edited(step: Step, rows: list[Tensor], optimizer: Any, weights: list[Tensor]) -> None:
+    step(rows[0])
+    for p in weights:
+        p.grad = p.grad * 0.5 if p.grad is not None else None
+    step(rows[1])
+
+
+def of_eager(step: Step, rows: list[Tensor], optimizer: Any, weights: list[Tensor]) -> None:
+    """Eager backwards between recorded ones: reached by the undecorated function."""
+    step(rows[0])
+    getattr(step, "__wrapped__", step)(rows[1])
+    step(rows[2])
+
+
+def dropped(step: Step, rows: list[Tensor], optimizer: Any, weights: list[Tensor]) -> None:
+    """Gradients of which one is given up."""
+    step(rows[0])
+    weights[0].grad = None
+    step(rows[1])
+
+
+WAYS = {f.__name__: f for f in (plain, looked, looked_once, clipped, edited, of_eager, dropped)}
+
+
+def trained(level: str, way: str, recorded: bool, keeps: bool) -> list[Tensor]:
+    _, make = MODELS[level]
+    wide = torch.float32 if level == "wide" else None
+    model: Any = fleet.distributed_model(seeded(make), grad_accum_dtype=wide)
+    weights = [*model.parameters()]
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(weights, lr=0.1, momentum=0.5))
+    rank = torch.distributed.get_rank() if level != "sequence" else 0
+
+    def forward_and_backward(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).mean()
+        loss.backward()
+        return loss.detach()
+
+    step: Any = oc.to_static(forward_and_backward) if recorded else forward_and_backward
+    draws = torch.Generator().manual_seed(3)
+    for _ in range(4):
+        rows = [torch.randn(2, 4, 3, 4, generator=draws).to(weights[0].dtype)[rank] for _ in range(3)]
+        if level == "sequence":
+            rows = [x.chunk(2)[torch.distributed.get_rank()] for x in rows]
+        WAYS[way](step, rows, optimizer, weights)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not keeps)
+    return [p.detach().clone() for p in weights]
+
+
+def accumulated(level: str) -> None:
+    begin(**MODELS[level][0])
+    warnings.filterwarnings("ignore", ".*is recorded anew")  # once for each state in which a call finds the gradients
+    wrong = []
+    for way, keeps in itertools.product(WAYS, (False, True)):
+        expected = trained(level, way, False, keeps)
+        found = trained(level, way, True, keeps)
+        far = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+        if far > 1e-6:
+            wrong.append((way, keeps, far))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("level", MODELS)
+def test_accumulated_over_recorded_calls(level: str) -> None:
+    run_ranks(accumulated, 2, level)
