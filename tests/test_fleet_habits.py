@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import differentiable, fleet
 from onecard.errors import FleetError
-from onecard.fleet.gradients import hooks, pending
+from onecard.fleet.gradients import hooks
 from onecard.fleet.layers import sequence
 from onecard.testing import RankError, run_ranks
+from onecard.train import unreduced
 
 mp = fleet.meta_parallel
 LR = 0.05
@@ -271,7 +272,7 @@ def asked_for() -> None:
         return sum(net[i](rows).square().mean() for i in used)
 
     loss(model, x.chunk(2)[rank], 0, 1).backward()
-    before = [pending.read(p) for p in model.parameters()]
+    before = [unreduced.read(p) for p in model.parameters()]
     kept = [None if g is None else g.clone() for g in before]
     with oc.explain() as report:
         found = torch.autograd.grad(
@@ -285,7 +286,7 @@ def asked_for() -> None:
         close(g, expected, "asked for")
     assert found[4] is found[5] is None
     for p, was, values in zip(model.parameters(), before, kept, strict=True):
-        assert pending.read(p) is was and (was is None or torch.equal(was, values)), "one rank's, as it was"
+        assert unreduced.read(p) is was and (was is None or torch.equal(was, values)), "one rank's, as it was"
     (inner,) = torch.autograd.grad(loss(model, y := x.clone().requires_grad_(), 0), y, create_graph=True)
     assert inner.requires_grad, "of what is no parameter"
     with pytest.raises(FleetError, match=r"create_graph=True\) for parameters of fleet.distributed_model"):
@@ -428,7 +429,7 @@ def test_a_parameter_from_a_file_is_summed_at_every_step() -> None:
 def assigned_after_another_was_read() -> None:
     begin()
     p = nn.Parameter(torch.ones(2))
-    state = hooks.watch(p, pending.Family([p]))
+    state = hooks.watch(p, unreduced.Family([p]))
     assert p.grad is None  # read before backward: it says nothing of the gradient that backward makes
     (p * 2).sum().backward()
     state.is_whole()  # another one of the family was read

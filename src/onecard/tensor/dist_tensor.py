@@ -54,8 +54,8 @@ class DistTensor(Tensor):
 
     # _local: this rank's shard, a plain tensor outside autograd. _spec: the rest.
     # _memory: what is known of the local memory, if it is a pending sum's with views or a copy's (see memory.py).
-    # _due: sums a pending gradient together with others; _summed_by: what sums a parameter's (see parallel/reducer.py).
-    # _blocks: what gathers it (see parallel/blocks.py).
+    # _due: sums a pending gradient together with others; _summed_by: what sums a parameter's (see train/zero/reducer.py).
+    # _blocks: what gathers it (see train/zero/blocks.py).
     # No __slots__: torch.utils.swap_tensors puts one in a plain parameter's place, wherever a program holds that.
     _local: Tensor
     _spec: Spec
@@ -112,6 +112,8 @@ class DistTensor(Tensor):
     @property
     def data(self) -> Tensor:
         """The same values outside autograd; assigning replaces value and layout in place."""
+        if self._blocks is not None:
+            self._blocks.given(self)
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter

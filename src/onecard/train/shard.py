@@ -45,6 +45,7 @@ class Shard:
         experts: ranks that have other experts in this one's place and send it their tokens: its gradient is of the data of
             all of them, and copies of it lie beyond them.
         also: (dim, start, length): along a second dim, too, it is a part among ``group``.
+        settled: its layer, which is given a part of the sequence, has its gradient summed itself.
     """
 
     shape: tuple[int, ...]
@@ -55,6 +56,7 @@ class Shard:
     copies: tuple[tuple[int, int], ...] = ()
     experts: Ranks | None = None
     also: tuple[int, int, int] | None = None
+    settled: bool = False
 
     def is_cut(self) -> bool:
         """Whether other ranks have other parts."""

@@ -18,6 +18,7 @@ from onecard.comm.issue.blocks import Blocks
 from onecard.comm.issue.handle import Handle
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import FleetError
+from onecard.fleet.layers.once import differentiated_once
 
 Function = torch.autograd.Function
 _CALL, _BACK = "tokens to experts", "tokens from experts"
@@ -157,7 +158,7 @@ class _Start(Function):
         return rows.new_zeros(()).expand(sum(way._come.of_ranks()), *rows.shape[1:])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once("a MoELayer's exchange")
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return None, ctx.way.receive(), None
 
@@ -169,7 +170,7 @@ class _Arrive(Function):
         return way.receive()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once("a MoELayer's exchange")
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.way.send(grads[0], back=True)
         return grads[0].new_zeros(()).expand(ctx.shape), None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -11,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from onecard.comm.base.state import faked
 from onecard.comm.issue.ranks import Ranks, as_ranks, of_ranks
@@ -45,6 +46,11 @@ def group_of_experts(group: Any = None) -> Ranks:
     return topology.get_hybrid_communicate_group().experts() if topology.begun() else of_ranks([world.get_rank()], "ep")
 
 
+def _kind(rows: Tensor) -> Any:
+    device = rows.device.type
+    return rows.shape[1:], rows.dtype, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 class ExpertList(nn.Module):
     """A rank's experts as modules. Their names are those of one card: expert 4 is "4" on whatever rank it lies.
 
@@ -55,6 +61,7 @@ class ExpertList(nn.Module):
     def __init__(self, experts: Sequence[nn.Module], owned: Sequence[int], group: Ranks) -> None:
         super().__init__()
         self.owned, self.group = list(owned), group
+        self._given: dict[Any, tuple[Any, torch.dtype]] = {}  # by kinds of rows: shape and dtype of what experts give
         begin = sum(owned[: group.index])
         for i, expert in enumerate(experts):
             self.add_module(str(begin + i), expert)
@@ -72,23 +79,34 @@ class ExpertList(nn.Module):
         """Rows in the order of experts, ``counts`` of each. An expert without rows does not run, as on one card."""
         parts = zip(self, rows.split(list(counts)), strict=True)
         made = [expert(part) for expert, part in parts if part.shape[0]]
-        return torch.cat(made) if made else self._of_nothing(rows)
+        if not made:
+            return self._of_nothing(rows)
+        self._given[_kind(rows)] = made[0].shape[1:], made[0].dtype
+        return torch.cat(made)
 
     def _of_nothing(self, rows: Tensor) -> Tensor:
         """No rows, of the width and the dtype that experts give: other ranks exchange theirs with this one.
 
-        No expert takes part in backward for it, and none notes statistics.
+        No expert takes part in backward for it, and none notes statistics or has its hooks called: what one gives is known of a
+        call with rows, or of a copy.
         """
-        expert = next(iter(self), None)
-        if expert is None:  # a rank with no expert at all
+        if not len(self):  # a rank with no expert at all
             return rows
-        buffers = {name: buffer.clone() for name, buffer in expert.named_buffers()}
+        shape, dtype = self._given.get(_kind(rows)) or self._try(rows)
+        return rows.new_zeros((0, *shape), dtype=dtype) + (rows.sum() * 0).to(dtype)
+
+    def _try(self, rows: Tensor) -> tuple[Any, torch.dtype]:
+        """Shape and dtype of what an expert gives, by a copy of it that shares its parameters."""
+        expert = self[0]
+        memo: dict[int, Any] = {id(p): p for p in expert.parameters()}
+        hooks = [held for m in expert.modules() for name, held in vars(m).items() if name.endswith("_hooks")]
+        memo |= {id(held): OrderedDict() for held in hooks if isinstance(held, dict)}
         try:
             with torch.no_grad():
-                like = functional_call(expert, buffers, (rows,))
-        except (RuntimeError, ValueError):
-            return rows  # it takes no empty tensor: what it gives is taken to be as wide as its rows
-        return like + (rows.sum() * 0).to(like.dtype)
+                like = copy.deepcopy(expert, memo)(rows)
+        except (RuntimeError, ValueError, TypeError):
+            return rows.shape[1:], rows.dtype  # it takes no empty tensor, or has no copy: as wide as its rows
+        return like.shape[1:], like.dtype
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -47,6 +47,7 @@ def install() -> None:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     before_step(optimizer)
     mine = gradients.of_optimizer(optimizer)
+    hooks.take_in(mine)
     if not gradients.of_fleet(mine):
         return None
     rates.compare(optimizer, _stage_mates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -53,7 +53,7 @@ class DistributedModel(nn.Module):
         self._members: Members | None = None
         self._family: unreduced.Family | None = None
         self._number, self._later, self._compared = sparse_check.serial("model"), sparse_check.serial("model"), -1
-        self._given = sparse_check.serial("model")
+        self._given = hooks.models.here[self] = sparse_check.serial("model")
         self._adopt()
         module.register_forward_pre_hook(_Around(self, "_begin"), prepend=True)
         module.register_forward_hook(_Around(self, "_end"))
@@ -66,6 +66,14 @@ class DistributedModel(nn.Module):
         if not torch.is_grad_enabled():
             return
         if self._members is None or not self._members.same():
+            with recorded.unrecorded():
+                self._adopt()
+
+    def take_in(self, parameters: Iterable[Tensor]) -> None:
+        """Those of the model that came since its last forward."""
+        if self._members is not None and self._members.same():
+            return
+        if not {*map(id, parameters)}.isdisjoint(map(id, self.module.parameters())):
             with recorded.unrecorded():
                 self._adopt()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,6 +72,16 @@ def compare_given(number: int, model: nn.Module, args: tuple[Any, ...], kwargs: 
     sparse_check.equal(site, "forward", [sparse_check.Subject(name, x, belief, _SAME_BATCH) for name, x in named])
 
 
+def _own(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters as a forward sees them, each once: under ZeRO a model's own are given as distributed ones."""
+    seen = set[int]()
+    for path, module in model.named_modules():
+        for name, p in getattr(module._parameters, "plain", module._parameters).items():
+            if p is not None and id(p) not in seen:
+                seen.add(id(p))
+                yield f"{path}.{name}" if path else name, p
+
+
 def compare(number: int, model: nn.Module) -> None:
     """After a forward: copies that have drifted apart are an error, at the first and behind steps 1, 2, 4, 8, 16, 24, ...
 
@@ -84,8 +94,9 @@ def compare(number: int, model: nn.Module) -> None:
     if not site.tick():
         return
     world.init()
-    names = {id(p): name for name, p in model.named_parameters()}
-    for group, mine in by_group(model.parameters()):
+    named = dict(_own(model))
+    names = {id(p): name for name, p in named.items()}
+    for group, mine in by_group(named.values()):
         where = sparse_check.site(("fleet", number, group.ranks), lambda r=group.ranks: f"fleet {number}/{r}")  # type: ignore[misc]
         where.count = site.count
         belief = f"is one parameter on ranks {list(group.ranks)}"

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,6 +30,17 @@ from onecard.train.unreduced import Family, Summed, is_due, of, read, watch_alik
 
 _owners: Kept[Any] = Kept(WeakIdKeyDictionary)
 """Of gradients that were read. An attribute of theirs would be taken along by torch.save."""
+
+
+models: Kept[WeakKeyDictionary[Any, int]] = Kept(WeakKeyDictionary)
+"""Models that take in what has come into them since they were last called, by numbers that are alike on all ranks."""
+
+
+def take_in(parameters: Sequence[Tensor]) -> None:
+    """Parameters that nobody knows may have come into a model of which only parts were called since."""
+    new = [p for p in parameters if of(p) is None and not isinstance(p, DistTensor)]
+    for model in sorted(models.here, key=models.here.__getitem__) if new else ():
+        model.take_in(new)
 
 
 def share_data(parameter: Tensor, group: Ranks, family: Family | None = None, dtype: torch.dtype | None = None) -> None:
@@ -60,6 +72,7 @@ def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
     same parameters. Who reads ``p.grad`` does it for the whole model; an optimizer's ``step``, and clipping, do for theirs.
     """
     given = [*map(twins.trained, parameters)]
+    take_in(given)
     for p in given:
         if is_due(p) and not isinstance(p, DistTensor) and sums.has_sums(p):
             watch(p)  # one that was read from a file has its mark alone

@@ -21,6 +21,7 @@ from onecard.comm.issue import differentiable, started
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
+from onecard.fleet.layers.once import differentiated_once
 
 
 def _sep(group: Ranks | None) -> Ranks:
@@ -154,7 +155,7 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once("ring attention")
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out, log_sum = ctx.saved_tensors
         causal, scale, group, wide, heads = ctx.given

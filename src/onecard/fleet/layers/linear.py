@@ -18,6 +18,7 @@ from onecard.errors import FleetError
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.fleet.layers import initial
 from onecard.fleet.layers.mappings import gather_from, scatter_to
+from onecard.fleet.layers.once import differentiated_once
 from onecard.fleet.layers.parameters import Parallel, part_sizes
 from onecard.train.shard import Run, Shard
 
@@ -234,7 +235,7 @@ class _Column(Function):
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once("a ColumnParallelLinear")
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         group, seq_dim, name, has_bias = ctx.given
@@ -275,7 +276,7 @@ class _Row(Function):
         return plain.reduce_scatter(y, group, seq_dim, call=name)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once("a RowParallelLinear")
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         group, seq_dim, name, has_bias = ctx.given

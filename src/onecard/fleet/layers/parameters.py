@@ -34,16 +34,22 @@ def fit(what: Shard | str, parameter: Tensor, name: str) -> Shard | str:
         return what
     if what.dim < 0:
         return replace(what, shape=tuple(parameter.shape))
-    wanted = list(what.shape)
-    if what.also is not None:
-        wanted[what.also[0]] = what.also[2]
-    wanted[what.dim] = sum(run.length for run in what.runs)
+    wanted = [*_own_shape(what)]
     if wanted != list(parameter.shape):
         raise FleetError(
             f"{name} is this rank's part {wanted} of {list(what.shape)}, and was given {list(parameter.shape)}: "
             "fleet.held(layer.weight).boxes() says which part that is; a layer of another size takes the place of the whole layer"
         )
     return what
+
+
+def _own_shape(what: Shard) -> tuple[int, ...]:
+    """Of this rank's part."""
+    found = list(what.shape)
+    if what.also is not None:
+        found[what.also[0]] = what.also[2]
+    found[what.dim] = sum(run.length for run in what.runs)
+    return tuple(found)
 
 
 def mark(
@@ -76,11 +82,24 @@ def sum_over(parameter: Tensor, group: Ranks) -> Tensor:
     """Say that each rank of a group has a summand of this parameter's gradient: copies used in several places.
 
     For an embedding that two stages share: ``fleet.sum_over(weight, oc.new_group([first, last]))`` on both.
+
+    Raises:
+        FleetError: ranks of the group have other parts of it.
     """
     now = held(parameter)
+    if parts_among(now, group):
+        raise FleetError(
+            f"sum_over: a parameter {list(parameter.shape)} is this rank's part of {list(now.shape)}, of which ranks "
+            f"{list(group.ranks)} have others: each rank's gradient is its part's already. Leave the mark out"
+        )
     if all(group.ranks != known.ranks for known in now.sums):
         hold(parameter, replace(now, sums=(*now.sums, group)))
     return parameter
+
+
+def parts_among(what: Shard, group: Ranks) -> bool:
+    """Whether several ranks of a group hold other parts than each other."""
+    return what.is_cut() and len({*what.group.ranks} & {*group.ranks}) > 1  # type: ignore[union-attr]
 
 
 def part_sizes(n: int, parts: int, unit: int = 1) -> list[int]:
@@ -132,10 +151,30 @@ class Parallel(nn.Module):
         group = self.__dict__.get("group")
         return group is not None and group.size > 1
 
+    def settle(self) -> None:
+        """This layer is given a part of the sequence, and has what its parameters' gradients lack summed in backward."""
+        known = self.__dict__.setdefault("_held", {})
+        for name, what in known.items():
+            known[name] = replace(what, settled=True)
+            if (p := self._parameters.get(name)) is not None:
+                hold(p, known[name])
+
+    def note_buffers(self) -> None:
+        """A buffer of the shape of a part belongs to that part: a mask of its weight (``torch.nn.utils.prune``), its scales."""
+        if not self._is_cut():
+            return
+        parts = [what for what in self.__dict__.get("_held", {}).values() if what.dim >= 0 and what.group is not None]
+        like = {_own_shape(what): what for what in reversed(parts)}
+        for x in self._buffers.values():
+            if x is not None and noted(x) is None and tuple(x.shape) in like:
+                note(x, like[tuple(x.shape)])
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        self.note_buffers()
+        buffers = [(name, x) for name, x in self._buffers.items() if x is not None and noted(x) is not None]
         state_notes.note(destination).parts.update(
-            {prefix + name: held(p) for name, p in self._parameters.items() if p is not None}
+            {prefix + name: held(p) for name, p in [*self._parameters.items(), *buffers] if p is not None}
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Parallel:

@@ -18,7 +18,7 @@ from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.fleet.layers.heads import QKVParallelLinear
 from onecard.fleet.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from onecard.fleet.layers.mappings import _GatherFrom, _ScatterTo
-from onecard.fleet.layers.parameters import sum_over
+from onecard.fleet.layers.parameters import parts_among, sum_over
 from onecard.fleet.layers.vocabulary import VocabParallelEmbedding
 from onecard.train.shard import held
 
@@ -98,9 +98,10 @@ def mark_as_sequence_parallel_parameter(parameter: Tensor, group: Ranks | None =
     """Say that a parameter which every rank holds (of a norm, a bias) sees only this rank's part of the sequence.
 
     Its gradient is then summed over the ranks before anybody reads it. A ``copy.deepcopy``, and what takes the parameter's
-    place in its module, is marked alike.
+    place in its module, is marked alike. Parameters of layers that are cut are left as they are: nothing of theirs is missing.
     """
-    return sum_over(parameter, _mp(group))
+    over, now = _mp(group), held(parameter)
+    return parameter if now.settled or parts_among(now, over) else sum_over(parameter, over)
 
 
 def register_sequence_parallel_allreduce_hooks(
@@ -179,3 +180,4 @@ def _sequence(layer: Any, seq_dim: int) -> None:
     if getattr(layer, "gather_output", False):
         raise FleetError(f"{type(layer).__name__} leaves its output in parts: gather_output=False")
     layer.seq_dim = seq_dim
+    layer.settle()

@@ -16,6 +16,7 @@ from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.fleet.layers import initial
 from onecard.fleet.layers.linear import runs_of
 from onecard.fleet.layers.mappings import reduce_from
+from onecard.fleet.layers.once import differentiated_once
 from onecard.fleet.layers.parameters import Parallel, part_sizes
 from onecard.train.shard import Shard
 
@@ -203,7 +204,7 @@ class _CrossEntropy(Function):
         return loss.masked_fill_(ignored, 0.0).to(logits.dtype if logits.element_size() >= 4 else torch.float32)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once("ParallelCrossEntropy")
     def backward(ctx: Any, *grads: Tensor) -> Any:
         softmax, at, here, ignored = ctx.saved_tensors
         smoothing, classes = ctx.given

@@ -81,6 +81,8 @@ def declare(model: nn.Module) -> None:
     """Have modules remember what their parameters are, and tell those that have forgotten it."""
     for module in model.modules():
         known = module.__dict__.get(_HELD, {})
+        if isinstance(module, Parallel):
+            module.note_buffers()
         for name, p in module._parameters.items():
             if p is None:
                 continue

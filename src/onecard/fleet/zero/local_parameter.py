@@ -261,6 +261,14 @@ class FixedParameters(dict[str, Any]):
         super().__init__(given)
         self.plain = dict(given)
 
+    def __getitem__(self, name: str) -> Any:
+        """Who computes with it finds it frozen if the program has frozen it, by ``parameters()``."""
+        p = dict.__getitem__(self, name)
+        local = of_local(p)
+        if local is not None and p.requires_grad != local.twin.requires_grad:
+            local.owner.agree_on(p, local.twin)
+        return p
+
     def __setitem__(self, name: str, value: Any) -> None:
         if dict.get(self, name) is not value or name not in self:
             raise FleetError(
@@ -318,7 +326,7 @@ class _Gathered(FixedParameters):
         self._blocks = blocks
 
     def __getitem__(self, name: str) -> Any:
-        p = dict.__getitem__(self, name)
+        p = super().__getitem__(name)
         self._blocks.want(p)
         return p
 

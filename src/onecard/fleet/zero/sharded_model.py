@@ -126,13 +126,17 @@ class Sharded:
     def agree(self) -> None:
         """What was frozen or unfrozen, or given other memory, by one name is so by the other."""
         for p, twin in self.twins.items():
-            if p.requires_grad != twin.requires_grad:
-                trained = not self._trained[p]
-                p.requires_grad_(trained)
-                twin.requires_grad_(trained)
-            self._trained[p] = p.requires_grad
+            self.agree_on(p, twin)
             if self.blocks is None:
                 mend(p, twin, self.names[id(p)])
+
+    def agree_on(self, p: Any, twin: Any) -> None:
+        """Whether it is trained."""
+        if p.requires_grad != twin.requires_grad:
+            trained = not self._trained[p]
+            p.requires_grad_(trained)
+            twin.requires_grad_(trained)
+        self._trained[p] = p.requires_grad
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer update the twins, each rank its parts.

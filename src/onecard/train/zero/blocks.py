@@ -89,6 +89,18 @@ class Unit:
             piece.show()
         self.shown = True
 
+    def parts_were_written(self) -> bool:
+        """Whether the program has written to the parts while it was shown the wholes."""
+        return any(piece.part_was_written() for piece in self.pieces)
+
+    def refresh(self) -> None:
+        """The wholes are gathered once more, with what the program has written to either."""
+        with torch.no_grad():
+            for piece in self.pieces:
+                piece.take_back()
+        self.shown = self.seen_outside = False
+        self.ready()
+
     def leave(self) -> None:
         """The program goes on while the parameters are whole."""
         if not self.seen_outside:
@@ -165,9 +177,9 @@ class ParameterBlocks:
     def want(self, parameter: Any) -> None:
         """Somebody reaches for a plain parameter by name: whole now, and until the next step if autograd may keep it."""
         unit = self._unit_of.get(id(parameter))
-        if unit is None or unit.shown:
+        if unit is None or (unit.shown and not (unit.seen_outside and unit.parts_were_written())):
             return
-        unit.ready()
+        unit.refresh() if unit.shown else unit.ready()
         unit.leave()
         unit.stays = unit.stays or torch.is_grad_enabled()
         reached.here.add(self)
@@ -177,6 +189,12 @@ class ParameterBlocks:
         for piece in (piece for unit in self.units if unit.shown for piece in unit.pieces):
             if piece.x is x:
                 piece.lent = True
+
+    def given(self, x: Any) -> None:
+        """Somebody has ``part.data``, to which writes are not counted."""
+        for piece in (piece for unit in self.units if unit.shown and unit.seen_outside for piece in unit.pieces):
+            if piece.x is x:
+                piece.part_given = True
 
     def told(self) -> None:
         """Parts are as the wholes that the program has written to."""

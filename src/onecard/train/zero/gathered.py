@@ -32,6 +32,8 @@ class GatheredParameter:
         storage = like.untyped_storage()
         self._beside: Any = (storage, like.storage_offset()) if storage.nbytes() > self._nbytes else None
         self._was: Tensor | None = None
+        self._part_at: Any = None
+        self.part_given = False  # the program has the part's data, while the whole is shown
         self.lent = False  # the program has the memory of the whole (``kept = p.data``)
         self._shown_at = self._versions()
         self.forget(False, False)
@@ -102,6 +104,19 @@ class GatheredParameter:
         """The program goes on while the whole is shown: it may write to that, or to the part."""
         if self.seen is not self.x and recorded.recorder is None:
             self._was = self.x._local.clone()
+            self._part_at, self.part_given = self._part_now(), False
+
+    def _part_now(self) -> tuple[Any, ...]:
+        local = self.x._local
+        versions = tuple(-1 if x.is_inference() else x._version for x in (self.x, local))
+        return local, versions, self.x._spec
+
+    def part_was_written(self) -> bool:
+        """Whether the program, while the whole is shown to it, has written to the part: by who is given all parameters."""
+        if self._was is None:
+            return False
+        (local, versions, spec), (known, at, of) = self._part_now(), self._part_at
+        return self.part_given or local is not known or versions != at or spec is not of
 
     def forget(self, shown: bool, written: bool) -> None:
         """The module sees the part, and the memory is given up. ``written``: somebody may have written to the whole.
@@ -117,16 +132,20 @@ class GatheredParameter:
         else:
             if shown and written and (recorded.recorder is None or self.was_written()):
                 self.take_back()
-            self._was = None
+            self._was, self.part_given = None, False
             self._give(None)
         self.whole = self._buffer
 
     def take_back(self) -> None:
         """What was written to the whole that the module sees is the part's; elsewhere the part may have been written to."""
+        alike = not self.part_was_written()
+        self.mend()
         own, part = Cut(self.x, self.seen.detach(), self.layout, self.axis, self.dim).own(), self.x._local
         part.copy_(own if self._was is None else torch.where(own == self._was, part, own))
         if self._was is not None:
             self._was.copy_(own)
+            if alike:
+                self._part_at = self._part_now()
 
     def give_up(self) -> None:
         """The memory of the whole, which nobody of those beside it in it needs either."""
