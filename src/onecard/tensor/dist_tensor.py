@@ -52,10 +52,8 @@ class DistTensor(Tensor):
           local [3]: [2., 4., 6.])
     """
 
-    # _local: this rank's shard, a plain tensor outside autograd. _spec: the rest.
-    # _memory: what is known of the local memory, if it is a pending sum's with views or a copy's (see memory.py).
-    # _due: sums a pending gradient together with others; _summed_by: what sums a parameter's (see train/zero/reducer.py).
-    # _blocks: what gathers it (see train/zero/blocks.py).
+    # _local: this rank's shard, a plain tensor outside autograd. _spec: the rest. _memory: what is known of it (see
+    # memory.py). _due: sums a pending gradient with others. _summed_by: what sums a parameter's; _blocks: what gathers it.
     # No __slots__: torch.utils.swap_tensors puts one in a plain parameter's place, wherever a program holds that.
     _local: Tensor
     _spec: Spec

@@ -362,26 +362,13 @@ class Capture:
             return Input("generator", "generator", self.places(id(value), value))
         if not self.before.had(value):
             return Input("constant", "constant", ("constant",), None, facts(value))
-        holder = self._holder(value)
+        holder = self.places.holder_of(value, self.before)
         if holder is None or self.places._found.get(id(value), ("",))[0] == "argument":
             where, spec = self.places(id(value), value), None
         else:
             where, spec = self.places(holder, self.before.alive[holder]()), self.before.locals[holder][1]
-        kind: Any = {
-            **dict.fromkeys(BESIDE, "gradient"),
-            "member": "parameter",
-            "object": "tensor",
-            "group": "state",
-        }.get(where[0], where[0])
+        kind: Any = _KINDS.get(where[0], where[0])
         return Input(kind, self.places.name(where), where, spec, facts(value))
-
-    def _holder(self, local: Tensor) -> int | None:
-        """The distributed tensor that had this part: one that the program has a name for, before aliases of it (a copy that
-        stands for a view keeps one), of which nobody knows how long they live. A gradient in whose place the step has put
-        another tensor is gone, and has its place all the same."""
-        held, places = self.before.holders.get(id(local), ()), self.places
-        had = [key for key in held if self.before.alive[key]() is not None or places.was_gradient(key)]
-        return min(had, key=lambda key: self.places.rank(key), default=None)
 
     def _number_input(self, place: tuple[Any, ...]) -> Input:
         where: Where = place

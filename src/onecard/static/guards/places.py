@@ -99,9 +99,13 @@ class Places:
         kind = (self._found.get(key) or self._gradients.get(key) or ("object",))[0]
         return {"argument": 1, **dict.fromkeys(BESIDE, 2), "object": 3}.get(kind, 0)
 
-    def was_gradient(self, key: int) -> bool:
-        """Whether this is the identity of a gradient before the step."""
-        return key in self._gradients
+    def holder_of(self, local: Tensor, before: Before) -> int | None:
+        """The distributed tensor that had this part: one that the program has a name for, before aliases of it (a copy that
+        stands for a view keeps one), of which nobody knows how long they live. A gradient in whose place the step has put
+        another tensor is gone, and has its place all the same."""
+        held = before.holders.get(id(local), ())
+        had = [key for key in held if before.alive[key]() is not None or key in self._gradients]
+        return min(had, key=self.rank, default=None)
 
     def knows(self, x: Any) -> bool:
         """Whether a tensor has a place already."""
