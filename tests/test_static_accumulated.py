@@ -52,6 +52,9 @@ MODELS: dict[str, tuple[dict[str, int], Any]] = {
     "sharding": ({"sharding": 2}, Plain),
     "sequence": ({"mp": 2}, Normed),
     "wide": ({"dp": 2}, half),
+    "os": ({"dp": 2}, Plain),
+    "os_g": ({"dp": 2}, Plain),
+    "p_g_os": ({"dp": 2}, Plain),
 }
 
 
@@ -103,12 +106,16 @@ def dropped(step: Step, rows: list[Tensor], optimizer: Any, weights: list[Tensor
 WAYS = {f.__name__: f for f in (plain, looked, looked_once, clipped, edited, of_eager, dropped)}
 
 
-def trained(level: str, way: str, recorded: bool, keeps: bool) -> list[Tensor]:
+def trained(level: str, way: str, recorded: str, keeps: bool) -> list[Tensor]:
     _, make = MODELS[level]
     wide = torch.float32 if level == "wide" else None
     model: Any = fleet.distributed_model(seeded(make), grad_accum_dtype=wide)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    if level.endswith(("os", "os_g")):
+        model, optimizer, _ = fleet.group_sharded_parallel(model, optimizer, level)
+    else:
+        optimizer = fleet.distributed_optimizer(optimizer)
     weights = [*model.parameters()]
-    optimizer = fleet.distributed_optimizer(torch.optim.SGD(weights, lr=0.1, momentum=0.5))
     rank = torch.distributed.get_rank() if level != "sequence" else 0
 
     def forward_and_backward(x: Tensor) -> Tensor:
@@ -116,16 +123,22 @@ def trained(level: str, way: str, recorded: bool, keeps: bool) -> list[Tensor]:
         loss.backward()
         return loss.detach()
 
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not keeps)
+
     step: Any = oc.to_static(forward_and_backward) if recorded else forward_and_backward
+    end = oc.to_static(update) if recorded == "both" else update
     draws = torch.Generator().manual_seed(3)
     for _ in range(4):
         rows = [torch.randn(2, 4, 3, 4, generator=draws).to(weights[0].dtype)[rank] for _ in range(3)]
         if level == "sequence":
             rows = [x.chunk(2)[torch.distributed.get_rank()] for x in rows]
         WAYS[way](step, rows, optimizer, weights)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=not keeps)
-    return [p.detach().clone() for p in weights]
+        end()
+    return [
+        oc.unshard_dtensor(p.detach()).clone() if isinstance(p, oc.DistTensor) else p.detach().clone() for p in weights
+    ]
 
 
 def accumulated(level: str) -> None:
@@ -133,14 +146,16 @@ def accumulated(level: str) -> None:
     warnings.filterwarnings("ignore", ".*is recorded anew")  # once for each state in which a call finds the gradients
     wrong = []
     for way, keeps in itertools.product(WAYS, (False, True)):
-        expected = trained(level, way, False, keeps)
-        found = trained(level, way, True, keeps)
-        far = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
-        if far > 1e-6:
-            wrong.append((way, keeps, far))
+        expected = trained(level, way, "", keeps)
+        for form in ("backward", "both"):
+            found = trained(level, way, form, keeps)
+            far = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+            if far > 1e-6:
+                wrong.append((way, form, keeps, far))
     assert not wrong, wrong
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("level", MODELS)
 def test_accumulated_over_recorded_calls(level: str) -> None:
     run_ranks(accumulated, 2, level)

@@ -11,9 +11,25 @@ from torch.autograd import forward_ad
 
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = vars(torch._C.TensorBase)["data"]
-gradient: Callable[[Any], Any] = _grad.__get__  # whatever ``Tensor.grad`` is (fleet/gradients/hooks.py)
-set_gradient: Callable[[Any, Tensor | None], None] = _grad.__set__
 set_data: Callable[[Any, Tensor], None] = _data.__set__  # whatever ``Tensor.data`` is (tensor/become.py)
+_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+
+
+def gradient(x: Any) -> Any:
+    """A gradient as it is there, whatever ``Tensor.grad`` is (fleet/gradients/hooks.py), for which a mode of functions asks."""
+    if _function_modes():
+        with torch._C.DisableTorchFunction():
+            return _grad.__get__(x)
+    return _grad.__get__(x)
+
+
+def set_gradient(x: Any, value: Tensor | None) -> None:
+    """Put one there."""
+    if _function_modes():
+        with torch._C.DisableTorchFunction():
+            _grad.__set__(x, value)
+    else:
+        _grad.__set__(x, value)
 
 
 def is_transformed(x: Tensor) -> bool:

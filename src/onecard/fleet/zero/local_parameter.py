@@ -99,6 +99,11 @@ class _Handing:
     is_local_parameter = True
 
     @property
+    def stands_for(self) -> Any:
+        """The distributed parameter that is trained."""
+        return of_local(self).twin
+
+    @property
     def grad(self) -> Any:
         """The distributed gradient."""
         return of_local(self).twin.grad

@@ -49,7 +49,9 @@ from onecard.tensor.spec import OWN
 from onecard.tensor.staged import is_read, stages_of
 from onecard.train.modules.recordable import recordable
 
-_KINDS = {"member": "parameter", "object": "tensor", "group": "state"} | dict.fromkeys(BESIDE, "gradient")
+_KINDS = {"member": "parameter", "trained": "parameter", "object": "tensor", "group": "state"} | dict.fromkeys(
+    BESIDE, "gradient"
+)
 
 
 class Capture:

@@ -97,6 +97,9 @@ class _Places:
         match whole(where, (tuple,)):
             case ("argument", int(i)):
                 fits = type(i) is int and 0 <= i < self.arguments
+            case ("trained", tuple(inner)):
+                fits = inner[:1] == ("parameter",)
+                self.check(inner)
             case ("gradient" | "kept" | "wide", tuple(inner)):
                 fits = inner[:1] not in [(kind,) for kind in BESIDE]
                 self.check(inner)

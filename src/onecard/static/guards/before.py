@@ -124,8 +124,7 @@ class Before:
 
     def gradients_now(self) -> list[Tensor | None]:
         """What leaves that were there have as gradients by now, without being seen to look: who reads one has it summed."""
-        with _torch.as_it_is():
-            return [_torch.gradient(x) for key in self.gradients if (x := self.alive[key]()) is not None]
+        return [_torch.gradient(x) for key in self.gradients if (x := self.alive[key]()) is not None]
 
     def still_is(self, x: Any, was: int) -> bool:
         """Whether this is what had that identity before, which something new may have by now."""

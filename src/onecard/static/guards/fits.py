@@ -89,6 +89,8 @@ class Fits(Source):
             return self.code(words, self.place(rest[0]))
         if kind in BESIDE:
             return self.code("{}.kept" if kind == "kept" else "{}.wide", self.slot(self.watched[rest[0]]))
+        if kind == "trained":
+            return self.slot(at(where, self.roots, ()))
         root = self.roots[rest[0]]
         if kind in ("parameter", "buffer"):
             module, name = module_at(root, rest[1])

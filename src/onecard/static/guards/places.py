@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from onecard._torch import names as _torch
 from onecard.static.guards.before import Before
-from onecard.static.guards.hooked import own_parameters
+from onecard.static.guards.hooked import own_parameters, stands_for_another
 from onecard.static.step import refusals
 from onecard.static.step.step import BESIDE, Where
 from onecard.tensor.deferred.calls import storage_of
@@ -116,6 +116,8 @@ class Places:
         kind, *rest = where
         if kind == "argument":
             return self.names[rest[0]]
+        if kind == "trained":
+            return self.name(rest[0])
         if kind in BESIDE:
             return f"{self.name(rest[0])}.grad"
         root = self.roots[rest[0]][0]
@@ -154,7 +156,9 @@ def named_parameters(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def members(r: int, root: Any) -> Iterator[tuple[Where, Tensor]]:
     """The tensors of a module or an optimizer, with their places."""
     if isinstance(root, nn.Module):
-        yield from ((("parameter", r, name), x) for name, x in named_parameters(root))
+        named: list[tuple[Where, Any]] = [(("parameter", r, name), x) for name, x in named_parameters(root)]
+        yield from named
+        yield from ((("trained", where), x.stands_for) for where, x in named if stands_for_another(x))
         yield from ((("buffer", r, name), x) for name, x in nn.Module.named_buffers(root))
     elif isinstance(root, Optimizer):
         for g, group in enumerate(root.param_groups):
@@ -177,6 +181,8 @@ def at(where: Where, roots: Sequence[Any], leaves: Sequence[Any]) -> Any:
         return leaves[rest[0]]
     if kind == "gradient":
         return _torch.gradient(at(rest[0], roots, leaves))
+    if kind == "trained":
+        return at(rest[0], roots, leaves).stands_for
     if kind in BESIDE:
         return getattr(unreduced.of(at(rest[0], roots, leaves)), kind)
     root = roots[rest[0]]

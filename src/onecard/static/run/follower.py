@@ -101,8 +101,7 @@ class Follower(recorded.Listener):
         return result
 
     def _gradients(self) -> list[Any]:
-        with _torch.as_it_is():
-            return [_torch.gradient(at(where, self.roots, self.leaves)) for where, _ in self.script.gradients]
+        return [_torch.gradient(at(where, self.roots, self.leaves)) for where, _ in self.script.gradients]
 
     # -- what the lower layers call, as of a recorder ------------------------------------------------------------------
 

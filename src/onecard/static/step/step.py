@@ -19,9 +19,9 @@ MISS = object()
 ANEW = object()
 """The same, where it fits here and not on another rank that does the step with this one: all of them record it anew."""
 Where = tuple[Any, ...]
-"""A place in the program: ("argument", i), ("parameter" or "buffer", root, path), ("member", root, group, i) of an optimizer,
-("gradient", where), ("kept" or "wide", where) beside it (``train/unreduced.py``),
-("state", root, group, i, key), ("group", root, group, key, i or None), ("object", root)."""
+"""A place in the program: ("argument", i), ("parameter" or "buffer", root, path), ("trained", where) of the distributed parameter
+for which a plain one stands, ("member", root, group, i) of an optimizer, ("gradient", where), ("kept" or "wide", where) beside it
+(``train/unreduced.py``), ("state", root, group, i, key), ("group", root, group, key, i or None), ("object", root)."""
 
 BESIDE = ("gradient", "kept", "wide")
 """Kinds of places beside a parameter."""
@@ -167,6 +167,8 @@ class RecordedStep:
     def name_of(self, where: Where) -> str:
         """A place in words."""
         kind, *rest = where
+        if kind == "trained":
+            return self.name_of(rest[0])
         if kind in BESIDE:
             return f"{self.name_of(rest[0])}.grad"
         if kind == "argument":
