@@ -82,7 +82,7 @@ def jobs(name: str) -> Iterator[Found]:
             "seconds": job.seconds,
             "teraflops": operations(sizes, plan) / job.seconds / plan.world / 1e12,
             "tokens_per_second": job.tokens_per_second / plan.world,
-            "gib": (job.reserved + _of_fsdp(job)) / 2**30,
+            "gib": (_of_loss(job, sizes) + _of_fsdp(job)) / 2**30,
         }
         for what in ours.keys() & row.keys():
             yield Found(row["name"], what, ours[what], row[what], {k: v / job.seconds for k, v in job.terms.items()})
@@ -101,6 +101,20 @@ def _of_fsdp(job: oc.JobCost) -> int:
             memory.drop((at + 1) % 2)
         memory.drop((len(order) - 1) % 2)
     return memory.reserved
+
+
+def _of_loss(job: oc.JobCost, sizes: oc.Transformer) -> int:
+    """What the fullest rank reserves, where those of the last stage compute DTensor's loss of logits that are divided.
+
+    By its code (``torch.distributed.tensor.parallel.loss``) its backward holds four tensors as large as the logits in float32,
+    once they themselves are given up: log-probabilities, the gradient that it begins with, that with probabilities added, and
+    the product. onecard's holds two, and the logits.
+    """
+    if job.plan.tp == 1:
+        return job.reserved
+    logits = job.plan.microbatch * sizes.sequence * sizes.vocab // job.plan.tp
+    more = 4 * 4 - (2 * 4 + torch.bfloat16.itemsize)
+    return max(job.reserved, job.ranks[-1].reserved + more * logits)
 
 
 def operations(sizes: oc.Transformer, plan: oc.Plan) -> float:
