@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ import tyro
 from fleet_programs import begin, close, compare, seeded
 from torch import Tensor, nn
 
+import onecard as oc
 from fuzz.wide import is_rounding, width
 from onecard import fleet
 from onecard.fleet.layers import context, sequence
@@ -74,9 +76,10 @@ class Program:
     clip: float
     schedule: bool
     scaler: bool
+    recorded: str  # "backward": forward and backward are replayed, "both": what follows, too
     time: int = 16
     batch: int = 4
-    steps: int = 3
+    steps: int = 5
     ranks: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +99,7 @@ def draw(seed: int) -> Program:
         blocks=[_block(r, m) for _ in range(r.randrange(1, 4))], classes=r.choice([11, 12, 16, 5]),
         head=r.choice(["tied", "column", "gathered", "plain"]), smoothing=r.choice([0.0, 0.1]), frozen=r.choice([-1, -1, 0, 3]),
         groups=r.random() < 0.3, optimizer=r.choice(list(OPTIMIZERS)), micro=r.choice([1, 1, 2]), clip=r.choice([0.0, 0.2, 5.0]),
-        schedule=r.random() < 0.5, scaler=r.random() < 0.3,
+        schedule=r.random() < 0.5, scaler=r.random() < 0.3, recorded=r.choice(["", "", "backward", "both"]),
     )  # fmt: skip
 
 
@@ -280,6 +283,29 @@ def train(program: Program, plain: bool) -> tuple[list[float], list[float], nn.M
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5) if program.schedule else None
     make: Any = torch.amp.GradScaler if plain else fleet.GradScaler
     scaler = make("cpu", init_scale=64.0, enabled=program.scaler)
+
+    def backward(ids: Tensor, labels: Tensor) -> Tensor:
+        each = model(ids, labels)
+        loss = each.sum() / (labels != IGNORED).sum() if plain else fleet.token_mean(each, labels.t() != IGNORED)
+        scaler.scale(loss / program.micro).backward()
+        return loss.detach()
+
+    def update() -> Tensor:
+        norm = torch.zeros(())
+        if program.clip:
+            scaler.unscale_(optimizer)
+            clip: Any = torch.nn.utils.clip_grad_norm_ if plain else fleet.clip_grad_norm_
+            norm = clip(model.parameters(), program.clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return norm
+
+    add_up: Any = backward
+    end: Any = update
+    if not (plain or program.scaler):
+        add_up = oc.to_static(backward) if program.recorded else backward
+        end = oc.to_static(update) if program.recorded == "both" else update
     losses, norms = [], []
     for step in range(program.steps):
         total = 0.0
@@ -290,23 +316,11 @@ def train(program: Program, plain: bool) -> tuple[list[float], list[float], nn.M
                 ids, labels = ids.chunk(n)[me], labels.chunk(n)[me]
                 if group.get_sep_parallel_world_size() > 1:
                     ids, labels = (context.cut(t, 1, balanced=program.causal) for t in (ids, labels))
-            each = model(ids, labels)
-            if plain:
-                loss = each.sum() / (labels != IGNORED).sum()
-            else:
-                loss = fleet.token_mean(each, labels.t() != IGNORED)
-            scaler.scale(loss / program.micro).backward()
-            total += loss.item()
+            total += add_up(ids, labels).item()
         losses.append(total / program.micro)
-        if program.clip:
-            scaler.unscale_(optimizer)
-            clip: Any = torch.nn.utils.clip_grad_norm_ if plain else fleet.clip_grad_norm_
-            norms.append(clip(model.parameters(), program.clip).item())
-        scaler.step(optimizer)
-        scaler.update()
+        norms.append(end().item())
         if schedule is not None:
             schedule.step()
-        optimizer.zero_grad()
     return losses, norms, model if plain else model.module
 
 
@@ -337,6 +351,7 @@ def together(programs: list[Program], plant: str = "", wide: bool = False) -> di
     begin(**programs[0].degrees)
     if plant:
         PLANTS[plant]()
+    warnings.filterwarnings("ignore", ".*is recorded anew")  # once for each state in which a call finds the gradients
     for program in programs:
         try:
             with width(wide) as finer:
