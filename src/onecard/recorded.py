@@ -34,6 +34,8 @@ class Listener:
     """Whether it only looks on as the step runs as it is: values are what they would be without it."""
     computes = True
     """Whether what runs is done; else memory for it is not needed."""
+    looks = False
+    """Whether this is a further look at a step, of which each rank has as many as it needs: nothing may be asked of others."""
     rows = False
     """Whether tensors may lie row by row where data says (``tensor/rows``), and calls on them are nodes."""
 

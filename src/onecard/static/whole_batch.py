@@ -99,7 +99,7 @@ class WholeBatch:
         return capture
 
     def _run(self, capture: Capture, looker: Additive | None = None) -> tuple[Any, list[CallEntry]]:
-        capture.leaves_nothing = True
+        capture.leaves_nothing = capture.recorder.looks = True
         undo = capture.undone(sketched=True)
         try:
             # A look draws nothing, and how many there are depends on what a rank has.

@@ -169,7 +169,8 @@ class DistributedModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's: under gradient_merge gradients stay that wait for a k-th step."""
-        merging.clear(self.module, self.module.zero_grad, set_to_none)
+        with hooks.given_up():
+            merging.clear(self.module, self.module.zero_grad, set_to_none)
 
     def clear_gradients(self) -> None:
         """``zero_grad()``."""

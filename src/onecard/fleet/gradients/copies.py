@@ -72,6 +72,17 @@ def compare_given(number: int, model: nn.Module, args: tuple[Any, ...], kwargs: 
     sparse_check.equal(site, "forward", [sparse_check.Subject(name, x, belief, _SAME_BATCH) for name, x in named])
 
 
+def _tied(tensors: Iterable[Tensor]) -> list[tuple[Ranks, list[Tensor]]]:
+    """Those of which other stages have copies, with the ranks of these stages."""
+    pipeline = {*get_hybrid_communicate_group().group("pp").ranks}
+    kinds: dict[tuple[int, ...], tuple[Ranks, list[Tensor]]] = {}
+    for p in tensors:
+        for group in held(p).sums if p.numel() and not p.is_meta and len(pipeline) > 1 else ():
+            if group.size > 1 and {*group.ranks} <= pipeline:
+                kinds.setdefault(group.ranks, (group, []))[1].append(p)
+    return [kinds[ranks] for ranks in sorted(kinds)]
+
+
 def _own(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters as a forward sees them, each once: under ZeRO a model's own are given as distributed ones."""
     seen = set[int]()
@@ -95,8 +106,9 @@ def compare(number: int, model: nn.Module) -> None:
         return
     world.init()
     named = dict(_own(model))
-    names = {id(p): name for name, p in named.items()}
-    for group, mine in by_group(named.values()):
+    known = getattr(model, "first_name", str)  # of a pipeline's, as other stages call it, too
+    names = {id(p): known(name) for name, p in named.items()}
+    for group, mine in [*by_group(named.values()), *_tied(named.values())]:
         where = sparse_check.site(("fleet", number, group.ranks), lambda r=group.ranks: f"fleet {number}/{r}")  # type: ignore[misc]
         where.count = site.count
         belief = f"is one parameter on ranks {list(group.ranks)}"

@@ -8,7 +8,8 @@ optimizer's own included, sees one rank's gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -182,10 +183,23 @@ def refuse_graph(grad: Tensor, call: str) -> None:
         )
 
 
+_given_up: Kept[bool] = Kept(bool)
+
+
+@contextmanager
+def given_up() -> Iterator[None]:
+    """Inside, gradients are read to be dropped: nothing is summed for it."""
+    before, _given_up.here = _given_up.here, True
+    try:
+        yield
+    finally:
+        _given_up.here = before
+
+
 def _get(x: Tensor) -> Tensor | None:
     state = of(x)
     if state is not None:
-        if state.is_unknown():
+        if state.is_unknown() and not _given_up.here:
             look(x, state)
         state.looked = True
         if (grad := read(x)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -185,7 +185,22 @@ class PipelineLayer(nn.Module):
             for p in self._shared[key].parameters():
                 sum_over(p, group)
         owners_of = [self.stage_to_rank[stage] for stage in range(self.num_stages) for _ in self.layers_of(stage)]
-        tied_layers.tie(self.descs, owners_of, self.group)
+        self._first_names = tied_layers.tie(self.descs, owners_of, self.group)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's. A copy of a parameter that layers of other ranks have, too, has the name that it has on one card."""
+        for name, p in super().named_parameters("", recurse, remove_duplicate):
+            named = self.first_name(name) if remove_duplicate else name
+            yield f"{prefix}.{named}" if prefix else named, p
+
+    def first_name(self, name: str) -> str:
+        """What one card calls a parameter that has this name here."""
+        index, _, rest = name.partition(".")
+        if index.isdigit() and isinstance(self.descs[int(index)], SharedLayerDesc):
+            index = str(self._alike(self.descs[int(index)], int(index))[0])
+        return self._first_names.get(name, f"{index}.{rest}" if rest else name)
 
     def _check_parameters(self) -> None:
         """Every rank learns of a stage without parameters, or of a shared one that is not there: all end with the same words."""

@@ -51,18 +51,24 @@ class LayersElsewhere:
                 )
 
 
-def tie(layers: Sequence[Any], ranks: Sequence[int], pipeline: Ranks) -> None:
+def tie(layers: Sequence[Any], ranks: Sequence[int], pipeline: Ranks) -> dict[str, str]:
     """One parameter in modules on several ranks: each has a copy, with the values of the first; gradients are summed.
 
     Args:
         layers: of the list; ``ranks``: the place in the pipeline of the rank that has each.
+
+    Returns:
+        By the names of copies on this rank the first names that one card has for them, of layers on other ranks.
     """
     places: dict[int, list[int]] = {}
     found: dict[int, tuple[str, Any]] = {}
+    first_names: dict[str, str] = {}
     for index, layer in enumerate(layers):
         for name, p in layer.named_parameters() if isinstance(layer, nn.Module) else ():
             places.setdefault(id(p), []).append(ranks[index])
-            found.setdefault(id(p), (f"{index}.{name}", p))
+            first, _ = found.setdefault(id(p), (f"{index}.{name}", p))
+            if ranks[index] == pipeline.index != places[id(p)][0]:
+                first_names[f"{index}.{name}"] = first
     for key, at in places.items():
         name, p = found[key]
         members = [pipeline.ranks[place] for place in sorted(set(at))]
@@ -72,3 +78,4 @@ def tie(layers: Sequence[Any], ranks: Sequence[int], pipeline: Ranks) -> None:
         with torch.no_grad():
             plain.broadcast(p.detach(), group, members.index(pipeline.ranks[at[0]]), call="PipelineLayer")
         sum_over(p, group)
+    return first_names

@@ -7,6 +7,7 @@ gradient that nobody has asked for before is summed along the axis only then: a 
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ from onecard.train.zero.optimizer import keep_laid_out
 from onecard.train.zero.zero import ShardedUpdate, ShardingStage1
 
 
+def _cleared(self: Any, set_to_none: bool = True) -> None:
+    """``zero_grad``. What a step has left is still one rank's summand, as the step has averaged a part of it itself."""
+    with hooks.given_up():
+        type(self).zero_grad(self, set_to_none=set_to_none)
+
+
 class ShardedOptimizer:
     """Exchanges an optimizer's parameters while it steps.
 
@@ -54,6 +61,7 @@ class ShardedOptimizer:
         register_first_behind(optimizer, lambda opt, *_: self._end(opt))
         optimizer.register_load_state_dict_pre_hook(lambda opt, _: self._show(opt))
         optimizer.register_load_state_dict_post_hook(self._hide)
+        optimizer.zero_grad = MethodType(_cleared, optimizer)  # type: ignore[method-assign]
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if kwargs.get("closure") or len(args) > 1:

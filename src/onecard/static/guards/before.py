@@ -68,18 +68,23 @@ class Before:
             else:
                 self.still[id(x)] = values_of(x)
                 self.buffers[id(x)] = {name: id(buffer) for name, buffer in x._buffers.items()}
+        # An optimizer updates what has a gradient, and one that is frozen now may have one later.
+        updated = {id(p) for o, _ in self.groups for group in o.param_groups for p in group["params"]}
         for x in found:
             self.alive[id(x)] = TensorWeakRef(x)
-            if takes_gradients(x):
-                grad = _torch.gradient(x)
-                self.gradients[id(x)] = 0 if grad is None else id(grad)
-                if grad is not None:  # made for Python only now, if it is a plain one
-                    self.owners[id(grad)] = id(x)
-                    self.alive[id(grad)] = TensorWeakRef(grad)
-                    self._hold(grad)
-                if (state := unreduced.watched(x)) is not None:
-                    self._beside(id(x), state, state.words(grad is not None))
+            if takes_gradients(x) or id(x) in updated:
+                self._leaf(x)
             self._hold(x)
+
+    def _leaf(self, x: Tensor) -> None:
+        grad = _torch.gradient(x)
+        self.gradients[id(x)] = 0 if grad is None else id(grad)
+        if grad is not None:  # made for Python only now, if it is a plain one
+            self.owners[id(grad)] = id(x)
+            self.alive[id(grad)] = TensorWeakRef(grad)
+            self._hold(grad)
+        if (state := unreduced.watched(x)) is not None:
+            self._beside(id(x), state, state.words(grad is not None))
 
     def _beside(self, key: int, state: Any, words: Any) -> None:
         """What is known of a gradient of which ranks have summands."""

@@ -111,6 +111,11 @@ class Checks:
         self.found, self.without_data = "", False
         self.asked: WholeQuestions | None = None
 
+    def are_made(self) -> bool:
+        """Whether this call, which is due, is compared; the next one is as far away in either case."""
+        self.due = next_check(self.calls + 1) - 1
+        return self.script is not None and sparse_check.on.here
+
     def hold(
         self,
         given: Any,
@@ -120,8 +125,7 @@ class Checks:
         note: Callable[[Any], None] | None = None,
     ) -> Any:
         """Run the step as it is, with these inputs, and hold it against the recording; what it returns."""
-        self.due = next_check(self.calls + 1) - 1
-        if self.script is None or not sparse_check.on.here:
+        if not self.are_made() or self.script is None:
             return step()
         follower = Follower(self.script, given, roots, leaves, note)
         with sparse_check.every_call():

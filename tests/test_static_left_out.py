@@ -1,0 +1,113 @@
+"""Recorded steps: what had no gradient, what is not compared, and what is given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fleet_programs import begin, close, seeded
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard import fleet
+from onecard.comm.agree import sparse_check
+from onecard.testing import run_ranks
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def batches(count: int) -> list[Tensor]:
+    draws = torch.Generator().manual_seed(3)
+    return [torch.randn(8, 4, generator=draws) for _ in range(count)]
+
+
+def unfrozen(recorded: bool, clips: bool) -> list[Tensor]:
+    """An update is recorded while a layer is frozen, which is trained later."""
+    model: Any = seeded(net)
+    weights = [*model.parameters()]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.5)
+
+    def update() -> None:
+        if clips:
+            nn.utils.clip_grad_norm_(weights, 0.2)
+        optimizer.step()
+
+    step = oc.to_static(update) if recorded else update
+    for i, x in enumerate(batches(8)):
+        if i in (1, 5):
+            model[2].requires_grad_(i == 5)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        step()
+    return [p.detach() for p in weights]
+
+
+@pytest.mark.filterwarnings("ignore:.*is recorded anew")
+@pytest.mark.parametrize("clips", [False, True])
+def test_what_was_frozen_when_an_update_was_recorded_is_updated_later(clips: bool) -> None:
+    for mine, one in zip(unfrozen(True, clips), unfrozen(False, clips), strict=True):
+        close(mine, one)
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_microbatches_are_one_cards_whether_calls_are_compared_or_not(
+    compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``ONECARD_CHECK=0`` a call that was due to be compared did the step once more, on its first microbatch."""
+    monkeypatch.setattr(sparse_check.on, "here", compared)
+    found = []
+    for k in (1, 2):
+        model = seeded(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+        def step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        static = oc.to_static(step, k_steps=2) if k == 2 else step
+        found.append([*(static(x) for x in batches(9)), *(p.detach() for p in model.parameters())])
+    for one, mine in zip(*found, strict=True):
+        close(mine, one)
+
+
+def sharded(static: bool, keeps: bool) -> tuple[list[list[int]], list[Tensor]]:
+    begin(sharding=2)
+    rank = torch.distributed.get_rank()
+    model: Any = fleet.distributed_model(seeded(net))
+    optimizer: Any = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+
+    def step(x: Tensor) -> None:
+        (model if keeps else optimizer).zero_grad(set_to_none=not keeps)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    run: Any = oc.to_static(step, k_steps=2) if static else step
+    sent = []
+    for x in batches(5):
+        with oc.explain() as report:
+            run(x.chunk(2)[rank].clone())
+        sent.append([m.step.bytes for m in report.messages if m.step.kind == "all_reduce"])
+    return sent, [p.detach().clone() for p in model.parameters()]
+
+
+def test_gradients_that_are_given_up_are_not_summed() -> None:
+    """Along sharding a step averages each rank's part itself: ``zero_grad`` summed what was left of it, all of it."""
+    one: Any = seeded(net)
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.5)
+    for x in batches(5):
+        optimizer.zero_grad()
+        one(x).square().mean().backward()
+        optimizer.step()
+    for keeps in (False, True):
+        sent, weights = run_ranks(sharded, 2, False, keeps)[0]
+        assert max(map(sum, sent)) < 64, sent  # a few bytes: which gradients there are
+        for mine, whole in zip(weights, one.parameters(), strict=True):
+            close(mine, whole.detach())
+    for mine, whole in zip(run_ranks(sharded, 2, True, False)[0][1], one.parameters(), strict=True):
+        close(mine, whole.detach())
