@@ -52,6 +52,53 @@ def test_what_was_frozen_when_an_update_was_recorded_is_updated_later(clips: boo
         close(mine, one)
 
 
+def by_hand(weights: list[Any]) -> None:
+    for p in weights:
+        if p.grad is not None:
+            p.add_(p.grad, alpha=-0.1)
+
+
+def by_norm(weights: list[Any]) -> None:
+    nn.utils.clip_grad_norm_(weights, 0.1)
+
+
+def by_value(weights: list[Any]) -> None:
+    nn.utils.clip_grad_value_(weights, 0.01)
+
+
+def looked_at(what: Any, recorded: bool) -> list[Tensor]:
+    """A list of weights, to which neither a module nor an optimizer of the step leads; a layer is frozen now and then."""
+    model: Any = seeded(net)
+    weights = [*model.parameters()]
+
+    @torch.no_grad()
+    def update() -> None:
+        what(weights)
+
+    step = oc.to_static(update) if recorded else update
+    for i, x in enumerate(batches(8)):
+        model[2].requires_grad_(i in (0, 4, 5, 6, 7))
+        for p in weights:
+            p.grad = None
+        model(x).square().mean().backward()
+        step()
+        if what is not by_hand:
+            with torch.no_grad():
+                by_hand(weights)
+    return [p.detach() for p in weights]
+
+
+@pytest.mark.filterwarnings("ignore:.*is recorded anew")
+@pytest.mark.parametrize("compared", [False, True])
+@pytest.mark.parametrize("what", [by_hand, by_norm, by_value])
+def test_whether_there_is_a_gradient_is_asked_of_whatever_is_looked_at(
+    what: Any, compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_check.on, "here", compared)
+    for mine, one in zip(looked_at(what, True), looked_at(what, False), strict=True):
+        close(mine, one)
+
+
 @pytest.mark.parametrize("compared", [False, True])
 def test_microbatches_are_one_cards_whether_calls_are_compared_or_not(
     compared: bool, monkeypatch: pytest.MonkeyPatch

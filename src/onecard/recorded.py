@@ -43,6 +43,9 @@ class Listener:
     moves = 0
     """Whether what runs only changes layouts (``moves``): how many such calls are under way."""
 
+    def asked_gradient(self, leaf: Any) -> None:
+        """The program looks at a tensor's gradient, or at whether there is one."""
+
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Inside, layouts are changed."""
@@ -61,6 +64,12 @@ class Listener:
         finally:
             self._pauses -= 1
             self.listens = not self._pauses
+
+
+def asked_gradient(leaf: Any) -> None:
+    """The program looks at a tensor's gradient."""
+    if recorder is not None and recorder.listens:
+        recorder.asked_gradient(leaf)
 
 
 def moves(function: Function) -> Function:

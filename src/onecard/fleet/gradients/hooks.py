@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import get_default_nowrap_functions
 from torch.utils.weak import WeakIdKeyDictionary
 
+from onecard import recorded
 from onecard._torch import leaves, patches
 from onecard._torch import names as _torch
 from onecard.comm.base.state import Kept
@@ -198,6 +199,7 @@ def given_up() -> Iterator[None]:
 
 def _get(x: Tensor) -> Tensor | None:
     state = of(x)
+    recorded.asked_gradient(x)
     if state is not None:
         if state.is_unknown() and not _given_up.here:
             look(x, state)

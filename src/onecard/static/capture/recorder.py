@@ -235,6 +235,12 @@ class Recorder(ValueReads):
                     got.meta["data"] = node.meta["data"]
                     self._keep(got, part, given)
 
+    def asked_gradient(self, leaf: Any) -> None:
+        """What a step does may depend on whether there is one."""
+        if self._before.had(leaf):
+            self._before.asked(leaf)
+            self.leaves[id(leaf)] = leaf
+
     def note_rows(self, gradients: Sequence[Tensor]) -> None:
         """These have a row for each row of the batch: each microbatch has its own, where parameters' are added up."""
         for x in gradients:

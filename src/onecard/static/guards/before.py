@@ -127,6 +127,11 @@ class Before:
             self.gradients[id(x)] = 0
             self.begun.add(id(x))
 
+    def asked(self, x: Tensor) -> None:
+        """The step looks at the gradient of a tensor that is frozen now: it may have one at another call."""
+        if x.is_leaf and id(x) not in self.gradients:
+            self._leaf(x)
+
     def gradients_now(self) -> list[Tensor | None]:
         """What leaves that were there have as gradients by now, without being seen to look: who reads one has it summed."""
         return [_torch.gradient(x) for key in self.gradients if (x := self.alive[key]()) is not None]

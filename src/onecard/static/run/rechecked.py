@@ -111,11 +111,6 @@ class Checks:
         self.found, self.without_data = "", False
         self.asked: WholeQuestions | None = None
 
-    def are_made(self) -> bool:
-        """Whether this call, which is due, is compared; the next one is as far away in either case."""
-        self.due = next_check(self.calls + 1) - 1
-        return self.script is not None and sparse_check.on.here
-
     def hold(
         self,
         given: Any,
@@ -124,9 +119,13 @@ class Checks:
         step: Any,
         note: Callable[[Any], None] | None = None,
     ) -> Any:
-        """Run the step as it is, with these inputs, and hold it against the recording; what it returns."""
-        if not self.are_made() or self.script is None:
-            return step()
+        """Run the step as it is, with these inputs, and hold it against the recording; what it returns.
+
+        ``note``: is told of what the step writes to, as the run is taken back; it is not done where nobody compares.
+        """
+        self.due = next_check(self.calls + 1) - 1
+        if self.script is None or not sparse_check.on.here:
+            return step() if note is None else None
         follower = Follower(self.script, given, roots, leaves, note)
         with sparse_check.every_call():
             result = follower.run(step)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.modules import batchnorm
 from torch.overrides import TorchFunctionMode
 
+from onecard.recorded import asked_gradient
 from onecard.train.modules import transformer
 
 
@@ -25,10 +26,15 @@ def recordable() -> Iterator[None]:
         yield
 
 
+_grad: Any = Tensor.grad
+
+
 class _Unread(TorchFunctionMode):
     """Functions that read values only to refuse some, written as operators of which one refuses them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _grad.__get__:
+            asked_gradient(args[0])
         if func is torch.nn.functional.one_hot and _is_counted(*args, **(kwargs or {})):
             func = _one_hot
         return func(*args, **(kwargs or {}))
