@@ -40,6 +40,9 @@ class _Anything:
     def had(self, x: Any) -> bool:
         return True
 
+    def asked(self, x: Any) -> None:
+        pass
+
 
 class _AnyDraw:
     """Stands for the watch over random numbers: nothing is replayed."""
