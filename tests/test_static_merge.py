@@ -419,3 +419,35 @@ def fleet_counts() -> str:
 def test_fleets_merge_that_counts_calls_is_refused() -> None:
     """It was recorded at a call that steps or at one that does not, and did that for ever."""
     assert "to_static(step, k_steps=2, avg=True)" in run_ranks(fleet_counts, 1)[0]
+
+
+def masked(k_steps: int, rows: int, columns: int) -> list[float]:
+    """As masks of padding are read: ``mask[rows, columns]``, by numbers that are made in the step."""
+    torch.manual_seed(0)
+    table, head = nn.Embedding(11, 6), nn.Linear(6, 11)
+    optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], lr=0.1)
+
+    def step(x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        at, of = torch.arange(x.shape[0])[:, None, None], torch.arange(x.shape[1]) + 0
+        seen = mask[at, of[None, None]].float()
+        h = table(x)
+        h = seen @ h / (seen.sum(-1, keepdim=True) + 1.0) + h
+        loss = nn.functional.cross_entropy(head(h).flatten(0, 1), y.flatten(), ignore_index=-100)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    static = oc.to_static(step, k_steps=k_steps) if k_steps > 1 else step
+    losses = []
+    for i in range(4):
+        draws = torch.Generator().manual_seed(i)
+        x = torch.randint(11, (rows, columns), generator=draws)
+        mask = torch.rand(rows, columns, generator=draws) > 0.3
+        losses.append(static(x, mask, x.masked_fill(~mask, -100)).item())
+    return losses
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 8), (8, 4), (4, 8), (6, 5)])
+def test_as_many_columns_as_rows_are_told_apart_from_them(rows: int, columns: int) -> None:
+    assert masked(2, rows, columns) == pytest.approx(masked(1, rows, columns), rel=1e-5)

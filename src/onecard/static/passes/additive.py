@@ -67,6 +67,7 @@ class Additive(DispatchMode):
         self.draws: list[tuple[str, tuple[int, ...]]] = []
         self.drawn: list[Drawn | None] = []
         self._like: Any = WeakIdKeyDictionary()
+        self._columns: Any = WeakIdKeyDictionary()
         self.passes = Passes(self._kind_of, self._keep, lambda: iter([*self.known]))
         for x in batch:
             self.given(x)
@@ -190,6 +191,9 @@ class Additive(DispatchMode):
             found = [kind if told(kind) or rows is None else rows for kind in found]
         for x, kind in zip(made, found, strict=True):
             self._now(x, kind, writes)
+            of_columns = schema.functional == "arange" or (given and all(g in self._columns for g in given if g.dim()))
+            if kind is None and of_columns:
+                self._columns[x] = True  # which there are as many of as rows, by chance
         if draws:
             self.draws.append((f"{schema.functional} at {record.user_line()}", tuple(made[0].shape)))
             self.verdict.draws.append(tuple(made[0].shape))
@@ -308,6 +312,8 @@ class Additive(DispatchMode):
             part: Kind | None = self.known.get(x._local)
             if part is not None and part.how == ROWS:  # a layer that ran on parts made it
                 return _scaled(part, x._local.shape, x.shape)
+        if kind is None and x in self._columns:
+            return None
         if kind is None and tuple(x.shape) == (self.rows,) and not x.is_floating_point() and is_real(x):
             return Kind(PLACES, size=self.rows) if torch.equal(x, torch.arange(self.rows, device=x.device)) else None
         return kind

@@ -90,8 +90,10 @@ class Kinds(RowNumbers):
         if makes_alike(call.schema) or lifts(call.schema, call.results[r]):
             lifted = bool(given) and "lift" in name and value_of(given[0]) == 0
             return Kind(ALIKE, zero="zero" in name or lifted or (name == "scalar_tensor" and not call.values["s"]))
-        if name == "arange" and tuple(call.results[r].shape) == (self.rows,) and not call.values.get("start"):
-            return Kind(PLACES, size=self.rows)
+        if name == "arange":  # of columns, where it is as long for a part of the rows, and there are as many by chance
+            fixed = self._first(call, "length", call.results[r].shape[0]) == call.results[r].shape[0]
+            if not fixed and tuple(call.results[r].shape) == (self.rows,) and not call.values.get("start"):
+                return Kind(PLACES, size=self.rows)
         if kind := row_places.moved(call, kinds):
             return kind
         alike = bool(kinds) and all(k is not None and k.how == ALIKE and k.dims is None for k in kinds)

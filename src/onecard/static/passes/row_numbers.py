@@ -76,14 +76,18 @@ class RowNumbers:
             self._others(call, given, kinds, ours, at)
 
     def _note(self, call: Call, what: str, value: Any) -> Any:
+        """The same as ``_first``, of a value that a microbatch takes from the whole batch where it is another one there."""
+        found = self._first(call, what, value)
+        self.moved |= found is not None and value is not None and not _same(found, value)
+        return found
+
+    def _first(self, call: Call, what: str, value: Any) -> Any:
         """What the first look had in place of a value: in the same call of the same line; None if it had none."""
         key = f"{call.schema.functional} {what}", record.user_line()
         seen = self.verdict.noted.setdefault(key, [])
         seen.append(value)
         then = self.before.noted.get(key, ()) if self.before is not None else ()
-        found = then[len(seen) - 1] if len(seen) <= len(then) else None
-        self.moved |= found is not None and value is not None and not _same(found, value)
-        return found
+        return then[len(seen) - 1] if len(seen) <= len(then) else None
 
     def _term(self, call: Call, number: float | None, first: float | None, kinds: list[Kind | None]) -> None:
         """What is added, or bounds: it may be the length of the microbatch."""
