@@ -1,4 +1,4 @@
-"""A recorded forward and backward, accumulated over calls: a replay adds to gradients as a backward does."""
+"""A recorded forward and backward, accumulated over calls: a replay adds to gradients as backward does (``train.unreduced``)."""
 
 from __future__ import annotations
 
