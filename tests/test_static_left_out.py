@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import fleet
 from onecard.comm.agree import sparse_check
+from onecard.fleet.utils import sequence_parallel_utils as sp
 from onecard.testing import run_ranks
 
 
@@ -158,3 +160,45 @@ def test_gradients_that_are_given_up_are_not_summed() -> None:
             close(mine, whole.detach())
     for mine, whole in zip(run_ranks(sharded, 2, True, False)[0][1], one.parameters(), strict=True):
         close(mine, whole.detach())
+
+
+class Sequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up = sp.ColumnSequenceParallelLinear(4, 6, gather_output=False)
+        for p in self.norm.parameters():
+            sp.mark_as_sequence_parallel_parameter(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(x)).square()
+
+
+def cleared(level: str, looks: bool, keeps: bool, by_model: bool) -> None:
+    """What was aside, or had added up in another dtype, is given up with the rest."""
+    begin(**({"mp": 2} if level == "sequence" else {"sharding" if level == "sharding" else "dp": 2}))
+    make = Sequence if level == "sequence" else lambda: net().bfloat16() if level == "wide" else net()
+    model: Any = fleet.distributed_model(seeded(make), torch.float32 if level == "wide" else None)
+    optimizer: Any = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for given_up in (False, True):
+        optimizer.zero_grad()
+        for i, x in enumerate(batches(3 if given_up else 1)[::-1]):
+            if given_up and i == 2:
+                (model if by_model else optimizer).zero_grad(set_to_none=not keeps)
+            model(x.chunk(2)[torch.distributed.get_rank()].to(next(model.parameters()).dtype)).mean().backward()
+            if looks:
+                [p.grad for p in model.parameters()]
+        found.append([p.grad.clone() for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        close(other.float(), one.float(), f"{level} {looks} {keeps} {by_model}", 1e-6)
+
+
+def all_cleared(level: str) -> None:
+    for looks, keeps, by_model in itertools.product((False, True), repeat=3):
+        cleared(level, looks, keeps, by_model)
+
+
+@pytest.mark.parametrize("level", ["dp", "sharding", "sequence", "wide"])
+def test_what_is_given_up_is_gone(level: str) -> None:
+    run_ranks(all_cleared, 2, level)

@@ -201,8 +201,8 @@ def _get(x: Tensor) -> Tensor | None:
     state = of(x)
     recorded.asked_gradient(x)
     if state is not None:
-        if state.is_unknown() and not _given_up.here:
-            look(x, state)
+        if state.is_unknown() and not (_given_up.here and state.dtype is None and sums.adds_up(x)):
+            look(x, state)  # also of what is given up, where a part of it may stand beside it
         state.looked = True
         if (grad := read(x)) is not None:
             _owners.here[grad] = weakref.ref(x)
