@@ -15,8 +15,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -117,14 +117,9 @@ def serial(of: str) -> int:
     return _numbers.here[of] - 1
 
 
-@contextmanager
-def every_call() -> Iterator[None]:
+def every_call() -> AbstractContextManager[None]:
     """Inside, each call is compared; entered on all ranks alike."""
-    before, each.here = each.here, True
-    try:
-        yield
-    finally:
-        each.here = before
+    return each.during(True)
 
 
 def obey_environment() -> None:

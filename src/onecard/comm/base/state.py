@@ -8,7 +8,8 @@ is found in another: programs and specs hold for one rank, groups and counts for
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -42,6 +43,15 @@ class Kept(Generic[Value]):
     def __init__(self, make: Callable[[], Value]) -> None:
         self.make, self.here = make, make()
         kept.append(self)
+
+    @contextmanager
+    def during(self, value: Value) -> Iterator[None]:
+        """Inside, the present world has this one."""
+        before, self.here = self.here, value
+        try:
+            yield
+        finally:
+            self.here = before
 
     def __bool__(self) -> bool:
         raise TypeError("a Kept is no value: read its .here")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
@@ -48,14 +47,9 @@ def pretend(world_size: int, rank: int = 0, machine: Machine | None = None, fake
     return World(world_size, rank, machine, fake)
 
 
-@contextmanager
-def rehearse() -> Iterator[None]:
+def rehearse() -> AbstractContextManager[None]:
     """Inside, meta tensors are laid out as they are: only shapes are computed."""
-    before, rehearsing.here = rehearsing.here, True
-    try:
-        yield
-    finally:
-        rehearsing.here = before
+    return rehearsing.during(True)
 
 
 def pretending() -> bool:

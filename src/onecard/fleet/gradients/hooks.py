@@ -8,8 +8,8 @@ optimizer's own included, sees one rank's gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -187,14 +187,9 @@ def refuse_graph(grad: Tensor, call: str) -> None:
 _given_up: Kept[bool] = Kept(bool)
 
 
-@contextmanager
-def given_up() -> Iterator[None]:
+def given_up() -> AbstractContextManager[None]:
     """Inside, gradients are read to be dropped: nothing is summed for it."""
-    before, _given_up.here = _given_up.here, True
-    try:
-        yield
-    finally:
-        _given_up.here = before
+    return _given_up.during(True)
 
 
 def _get(x: Tensor) -> Tensor | None:

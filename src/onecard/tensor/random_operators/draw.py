@@ -7,8 +7,8 @@ same handlers serve DistTensors and, under ``one_card_random``, plain tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -91,14 +91,9 @@ def compare_keys(key: Key, func: Any, shape: Sequence[int], mesh: Any, here: boo
 _by_stage: Kept[bool] = Kept(bool)
 
 
-@contextmanager
-def by_stage() -> Iterator[None]:
+def by_stage() -> AbstractContextManager[None]:
     """A rank draws what only its own stages have, or looks at what it would draw: nothing is compared with other ranks' draws."""
-    before, _by_stage.here = _by_stage.here, True
-    try:
-        yield
-    finally:
-        _by_stage.here = before
+    return _by_stage.during(True)
 
 
 _draws: Kept[Counter[Any]] = Kept(Counter)
