@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,9 +27,16 @@ _CURE = (
 
 def by_group(tensors: Iterable[Tensor]) -> list[tuple[Ranks, list[Tensor]]]:
     """Those that other ranks have copies of, with those ranks."""
+    return _gathered(tensors, lambda p: [group] if (group := holders.copies(p)) is not None else [])
+
+
+def _gathered(
+    tensors: Iterable[Tensor], groups: Callable[[Tensor], Iterable[Ranks]]
+) -> list[tuple[Ranks, list[Tensor]]]:
+    """Those that have data by their groups, in one order on all ranks."""
     kinds: dict[tuple[int, ...], tuple[Ranks, list[Tensor]]] = {}
     for p in tensors:
-        if p.numel() and not p.is_meta and (group := holders.copies(p)) is not None:
+        for group in groups(p) if p.numel() and not p.is_meta else ():
             kinds.setdefault(group.ranks, (group, []))[1].append(p)
     return [kinds[ranks] for ranks in sorted(kinds)]
 
@@ -75,12 +82,7 @@ def compare_given(number: int, model: nn.Module, args: tuple[Any, ...], kwargs: 
 def _tied(tensors: Iterable[Tensor]) -> list[tuple[Ranks, list[Tensor]]]:
     """Those of which other stages have copies, with the ranks of these stages."""
     pipeline = {*get_hybrid_communicate_group().group("pp").ranks}
-    kinds: dict[tuple[int, ...], tuple[Ranks, list[Tensor]]] = {}
-    for p in tensors:
-        for group in held(p).sums if p.numel() and not p.is_meta and len(pipeline) > 1 else ():
-            if group.size > 1 and {*group.ranks} <= pipeline:
-                kinds.setdefault(group.ranks, (group, []))[1].append(p)
-    return [kinds[ranks] for ranks in sorted(kinds)]
+    return _gathered(tensors, lambda p: [g for g in held(p).sums if g.size > 1 and {*g.ranks} <= pipeline])
 
 
 def _own(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -85,7 +85,7 @@ def whole(p: Tensor, summand: Tensor) -> Tensor:
 def asked(parameters: list[Tensor], summands: Iterable[Tensor | None]) -> list[Tensor | None]:
     """The gradients of which a rank has these summands, in the messages of a ``sync``; those that are there stay as they are."""
     states: list[Any] = [unreduced.of(p) for p in parameters]
-    kept = [(read(p), s.summand, s.uneven, s.kept, s.wide, s.known) for p, s in zip(parameters, states, strict=True)]
+    kept = [(read(p), state.noted()) for p, state in zip(parameters, states, strict=True)]
     for p, state, summand in zip(parameters, states, summands, strict=True):
         state.kept = state.wide = None
         write(p, None if summand is None else summand.clone())  # torch's may be a number that is expanded
@@ -94,9 +94,9 @@ def asked(parameters: list[Tensor], summands: Iterable[Tensor | None]) -> list[T
         sync(parameters)
         return [read(p) for p in parameters]
     finally:
-        for p, state, (grad, *words) in zip(parameters, states, kept, strict=True):
+        for p, state, (grad, noted) in zip(parameters, states, kept, strict=True):
             write(p, grad)
-            state.summand, state.uneven, state.kept, state.wide, state.known = words
+            state.back(noted)
 
 
 def _part(p: Tensor) -> Any:
