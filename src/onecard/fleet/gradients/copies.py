@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from onecard.comm.world import world
 from onecard.fleet.gradients import holders
 from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
+from onecard.train.own_parameters import named_parameters
 from onecard.train.shard import held
 
 _CURE = (
@@ -85,16 +86,6 @@ def _tied(tensors: Iterable[Tensor]) -> list[tuple[Ranks, list[Tensor]]]:
     return _gathered(tensors, lambda p: [g for g in held(p).sums if g.size > 1 and {*g.ranks} <= pipeline])
 
 
-def _own(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters as a forward sees them, each once: under ZeRO a model's own are given as distributed ones."""
-    seen = set[int]()
-    for path, module in model.named_modules():
-        for name, p in getattr(module._parameters, "plain", module._parameters).items():
-            if p is not None and id(p) not in seen:
-                seen.add(id(p))
-                yield f"{path}.{name}" if path else name, p
-
-
 def compare(number: int, model: nn.Module) -> None:
     """After a forward: copies that have drifted apart are an error, at the first and behind steps 1, 2, 4, 8, 16, 24, ...
 
@@ -107,7 +98,7 @@ def compare(number: int, model: nn.Module) -> None:
     if not site.tick():
         return
     world.init()
-    named = dict(_own(model))
+    named = dict(named_parameters(model))
     known = getattr(model, "first_name", str)  # of a pipeline's, as other stages call it, too
     names = {id(p): known(name) for name, p in named.items()}
     for group, mine in [*by_group(named.values()), *_tied(named.values())]:

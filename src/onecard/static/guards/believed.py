@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onecard.static.guards.before import SETTLED, numbers_of, options_of, values_of
-from onecard.static.guards.hooked import HOOKS, TENSOR_HOOKS, own_parameters
+from onecard.static.guards.hooked import HOOKS, TENSOR_HOOKS
+from onecard.train.own_parameters import own_parameters
 
 Beliefs = tuple[tuple[str, Any], ...]
 

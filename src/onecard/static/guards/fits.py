@@ -19,14 +19,15 @@ from onecard.static.code.spent import spent
 from onecard.static.guards.arguments import changed, is_like, modes, one_memory
 from onecard.static.guards.before import STILL, options_of, values_of
 from onecard.static.guards.conditions import answered_otherwise
-from onecard.static.guards.hooked import HOOKS, own_parameters, same_code, same_keys, stands_for_another
+from onecard.static.guards.hooked import HOOKS, same_code, same_keys, stands_for_another
 from onecard.static.guards.lookup import now_at
-from onecard.static.guards.places import at, module_at, named_parameters, optimizer_at
+from onecard.static.guards.places import at, module_at, optimizer_at
 from onecard.static.guards.unchanged import differs, is_still
 from onecard.static.step.memory import GraphMemory
 from onecard.static.step.step import BESIDE, MISS, Input, RecordedStep, Where
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.train import unreduced
+from onecard.train.own_parameters import named_parameters, own_parameters
 
 _HOOKS_OF_TENSORS = ("{}[{}]._backward_hooks", "{}[{}]._post_accumulate_grad_hooks")
 

@@ -15,11 +15,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """A module's parameters as it has them, where others are given distributed or gathered ones (``fleet``'s levels of ZeRO)."""
-    return getattr(module._parameters, "plain", module._parameters)
-
-
 def stands_for_another(x: Any) -> bool:
     """Whether a parameter stands for a distributed one, which has its gradient (``fleet``'s levels of ZeRO)."""
     return getattr(type(x), "is_local_parameter", False)

@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 
 from onecard._torch import names as _torch
 from onecard.static.guards.before import Before
-from onecard.static.guards.hooked import own_parameters, stands_for_another
+from onecard.static.guards.hooked import stands_for_another
 from onecard.static.step import refusals
 from onecard.static.step.step import BESIDE, Where
 from onecard.tensor.deferred.calls import storage_of
 from onecard.train import unreduced
+from onecard.train.own_parameters import named_parameters, own_parameters
 
 
 def holders(values: Sequence[Any]) -> dict[int, int]:
@@ -141,16 +142,6 @@ _NAMELESS = "a tensor "
 def is_nameless(root: str) -> bool:
     """Whether a root is a tensor that no name of the program leads to."""
     return root.startswith(_NAMELESS)
-
-
-def named_parameters(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All below a module, by torch's names, also of a wrapper that gives them other ones; each once."""
-    seen = set()
-    for path, module in root.named_modules():
-        for name, x in own_parameters(module).items():
-            if x is not None and id(x) not in seen:
-                seen.add(id(x))
-                yield f"{path}.{name}" if path else name, x
 
 
 def members(r: int, root: Any) -> Iterator[tuple[Where, Tensor]]:

@@ -20,8 +20,8 @@ from onecard.static.guards.before import STILL
 from onecard.static.guards.guard import LOOKED_UP, OF_CODE, Guard
 from onecard.static.guards.lookup import ABSENT, BYTES, CONTAINERS, SHOW, Place, behind, now_at, users
 from onecard.static.guards.numbers import Number, numbers_in
-from onecard.static.guards.places import named_parameters
 from onecard.static.guards.unchanged import copied, is_plain, kept
+from onecard.train.own_parameters import named_parameters
 
 
 class Seen:
