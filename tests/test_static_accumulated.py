@@ -155,6 +155,34 @@ def accumulated(level: str) -> None:
     assert not wrong, wrong
 
 
+def one_records_anew() -> None:
+    """A rank that meets another shape runs as it is, while the other one replays: both have the same gradients to sum."""
+    begin(dp=2)
+    warnings.filterwarnings("ignore", ".*is recorded anew")
+    rank, found = torch.distributed.get_rank(), []
+    for recorded in (False, True):
+        model: Any = fleet.distributed_model(seeded(Plain))
+
+        def of_part(x: Tensor, inner: Any = model.module) -> Tensor:
+            loss: Tensor = inner.a(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        part: Any = oc.to_static(of_part) if recorded else of_part
+        model(torch.ones(2, 4)).mean().backward()
+        [p.grad for p in model.parameters()]
+        for i in range(6):
+            part(torch.full((2 + (i == 5) * rank, 4), 1.0 + rank))
+            found.append([p.grad.clone() for p in model.parameters()])
+    for eager, mine in zip(found[:6], found[6:], strict=True):
+        for a, b in zip(eager, mine, strict=True):
+            assert (a - b).abs().max().item() <= 1e-6
+
+
+def test_a_rank_that_records_anew_has_as_much_to_sum() -> None:
+    run_ranks(one_records_anew, 2)
+
+
 @pytest.mark.share(2)
 @pytest.mark.parametrize("level", MODELS)
 def test_accumulated_over_recorded_calls(level: str) -> None:

@@ -68,11 +68,9 @@ class Before:
             else:
                 self.still[id(x)] = values_of(x)
                 self.buffers[id(x)] = {name: id(buffer) for name, buffer in x._buffers.items()}
-        # An optimizer updates what has a gradient, and one that is frozen now may have one later.
-        updated = {id(p) for o, _ in self.groups for group in o.param_groups for p in group["params"]}
         for x in found:
             self.alive[id(x)] = TensorWeakRef(x)
-            if takes_gradients(x) or id(x) in updated:
+            if takes_gradients(x):
                 self._leaf(x)
             self._hold(x)
 
