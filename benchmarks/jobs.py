@@ -150,15 +150,24 @@ def program(job: Job, small: bool) -> tuple[Callable[..., Any], tuple[Any, ...],
     rows = plan.microbatch * plan.dp * (plan.microbatches if plan.pp > 1 else 1)
     ends = meshes[0], meshes[-1]
     count = 1 if plan.pp > 1 else plan.microbatches
+    # Of a pipeline every rank has the whole batch, and takes its rows of each microbatch.
+    rows_lie = {} if plan.pp > 1 else {"dp": oc.Shard(0)}
     parts = [
-        tuple(oc.shard_tensor(t, mesh, place(mesh, dp=oc.Shard(0))) for t, mesh in zip(pair, ends, strict=True))
+        tuple(oc.shard_tensor(t, mesh, place(mesh, **rows_lie)) for t, mesh in zip(pair, ends, strict=True))
         for pair in (example(job.network, small, rows) for _ in range(count))
     ]
 
     def backward(x: Tensor, y: Tensor) -> None:
         if plan.pp > 1:
             pipeline.step_by_marks(
-                model, next_byte_loss, x, y, plan.schedule, plan.microbatches, stages=meshes, loss_weight=Tensor.numel
+                model,
+                partial(_own_rows, mesh=meshes[-1]),
+                x,
+                y,
+                plan.schedule,
+                plan.microbatches,
+                stages=meshes,
+                loss_weight=Tensor.numel,
             )
         else:
             (loss_of(job.network, model, x, y) / plan.microbatches).backward()
@@ -194,13 +203,19 @@ def _divide(model: nn.Module, meshes: list[oc.ProcessMesh]) -> None:
             mesh = home(name)
             where = place(mesh, tp=next(matches, oc.Replicate()))
             setattr(layer, short, oc.shard_tensor(parameter, mesh, where))
+    if len(meshes) > 1:
+        model.register_forward_pre_hook(partial(_moved, mesh=meshes[0]))
     for i, block in enumerate(blocks[1:], 1):
         if homes[f"blocks.{i}"] is not homes[f"blocks.{i - 1}"]:
             block.register_forward_pre_hook(partial(_moved, mesh=homes[f"blocks.{i}"]))
 
 
-def _moved(module: nn.Module, given: tuple[Tensor], mesh: oc.ProcessMesh) -> tuple[Tensor]:
+def _moved(module: nn.Module | None, given: tuple[Tensor], mesh: oc.ProcessMesh) -> tuple[Tensor]:
     return (oc.reshard(given[0], mesh, place(mesh, dp=oc.Shard(0))),)
+
+
+def _own_rows(logits: Tensor, labels: Tensor, mesh: oc.ProcessMesh) -> Tensor:
+    return next_byte_loss(logits, *_moved(None, (labels,), mesh))
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------------

@@ -27,9 +27,4 @@ def test_the_bytes_of_a_price_are_those_of_the_program(job, small):
         with oc.pretend(plan.world, rank=place * plan.world // plan.pp, fake=True):
             step, batch, _ = program(job, small)
             sent = _sent(step, batch)
-        told = dict(found.ranks[place].sent)
-        if plan.pp > 1 and plan.dp > 1:  # a microbatch's rows are brought together from all ranks of dp, then divided
-            assert 0 < sent.pop("dp") - told.pop("dp") <= 4096
-        if plan.pp > 1 and plan.tp > 1:  # a sum that waits for the next block, which a cut calls for at once
-            assert told.pop("tp") == pytest.approx(sent.pop("tp"), rel=0.15)
-        assert told == sent
+        assert found.ranks[place].sent == sent

@@ -36,6 +36,8 @@ class PieceCost:
             other axes than dp, once in a step; expert_tensors: those of its tensors that are experts, of which other ranks
             along ep have others; batch: bytes of the step's arguments;
             lives: when its tensors are made and dropped.
+        joined: (bytes sent, seconds) of messages of its forward that sum what an earlier piece has made, by axis: they are not
+            sent where a pipeline is cut ahead of it, as what crosses is summed on the other side.
     """
 
     name: str
@@ -58,6 +60,7 @@ class PieceCost:
     expert_tensors: tuple[int, ...] = ()
     batch: int = 0
     lives: PieceLives = field(default=NO_LIVES, repr=False)
+    joined: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:

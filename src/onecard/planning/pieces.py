@@ -17,7 +17,7 @@ from onecard.planning.job import PieceCost
 from onecard.planning.lives import PieceLives, lives_of
 from onecard.static.price.convolutions import workspace
 from onecard.static.price.live import Live, size_of
-from onecard.static.price.messages import axis_of, is_message, is_wait
+from onecard.static.price.messages import axis_of, is_message, is_wait, kind_of, waits_for
 from onecard.static.price.price import NodeCost, cost
 from onecard.static.step.step import RecordedStep
 
@@ -35,6 +35,7 @@ class _Spent:
     sent: Counter[str] = field(default_factory=Counter)
     macs: int = 0
     macs_back: int = 0
+    joined: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
 def _name(axis: str) -> str:
@@ -200,6 +201,18 @@ class Pieces:
         if seconds and (is_message(node) or is_wait(node)):
             waited: Any = node.args[0]  # a wait's message
             spent.messages[_name(found.axis or axis_of(waited))] += seconds
+        self._join(spent, node, found, seconds)
+
+    def _join(self, spent: _Spent, node: fx.Node, found: NodeCost, seconds: float) -> None:
+        """Count a message that sums what an earlier piece has made, and the wait for it."""
+        message = waits_for(node) if is_wait(node) else node
+        if message is None or not self.is_forward(node) or not is_message(message) or kind_of(message) != "all_reduce":
+            return
+        makers = {block[0] for given in message.all_input_nodes for block in self.live.blocks_of(given)}
+        if makers and all(self.at.get(maker, self.at[message]) < self.at[message] for maker in makers):
+            axis = _name(axis_of(message))
+            nbytes, took = spent.joined.get(axis, (0, 0.0))
+            spent.joined[axis] = nbytes + found.sent, took + seconds
 
     def _cost(self, i: int, spent: _Spent, lives: PieceLives) -> PieceCost:
         # A product has two gradients, each as much work as itself; what is more is forward, done again.
@@ -210,6 +223,7 @@ class Pieces:
             dict(spent.sent), spent.macs + spent.macs_back, again, memory.kept[i], memory.peak[i] - memory.kept[i],
             memory.first[i] - memory.kept[i], memory.output[i], tuple(self.tensors(i)), memory.gradients[i],
             self.frozen(i), self.pending(i), tuple(self.tensors(i, experts=True)), 0 if i else self._batch(), lives,
+            spent.joined,
         )  # fmt: skip
 
     def _batch(self) -> int:

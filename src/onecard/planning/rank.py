@@ -36,7 +36,10 @@ def stage_time(stage: StageCost, state: TrainingState) -> StageTime:
     for piece, count in runs:
         for axis, seconds in piece.messages.items():
             messages[axis] += count * seconds
-    forward = sum(count * piece.forward for piece, count in runs)
+    cuts = {axis: took for axis, (_, took) in stage.at_cuts.items()}
+    for axis, seconds in cuts.items():
+        messages[axis] += seconds
+    forward = sum(count * piece.forward for piece, count in runs) + sum(cuts.values())
     inputs = sum(count * piece.backward_input for piece, count in runs)
     weights = sum(count * (piece.backward_weight + state.accumulate(piece)) for piece, count in runs)
     compute = forward + inputs + weights - sum(messages.values())
@@ -172,6 +175,8 @@ class RankTime:
                     found["dp"] += times * line.sent(kind, given)
         last = plan.pp * plan.virtual - 1
         for number, stage in self.stages.items():
+            for axis, (nbytes, _) in stage.at_cuts.items():
+                found[axis] += plan.microbatches * nbytes
             if plan.pp > 1:
                 for nbytes in (stage.output if number < last else 0, self.received.get(number, 0)):
                     part = self.state.sent_on(nbytes)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from onecard.errors import PlanError
 from onecard.pipeline.schedule.action import Action
@@ -21,10 +21,13 @@ class StageCost:
     Attributes:
         runs: the pieces.
         output: bytes that it sends to the next stage for one microbatch.
+        at_cuts: (bytes sent, seconds) beyond its pieces', by axis, of one microbatch: what the next stage would sum it scatters
+            among the ranks of the axis, each of which hands on its part; what it is given itself is summed.
     """
 
     runs: tuple[Run, ...]
     output: int
+    at_cuts: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     def pieces(self) -> Iterator[PieceCost]:
         """Each piece, one by one, in the order of forward."""
@@ -86,7 +89,20 @@ def stages_of(pieces: Sequence[PieceCost], other: Sequence[PieceCost], plan: Pla
         ]
         chosen = [*([pieces[0]] if stage == 0 else []), *chosen, *([pieces[-1]] if stage == count - 1 else [])]
         found.append(StageCost(tuple(_runs(chosen)), chosen[-1].output if stage < count - 1 else 0))
+    return [replace(stage, at_cuts=_at_cuts(i, found)) for i, stage in enumerate(found)]
+
+
+def _at_cuts(i: int, stages: Sequence[StageCost]) -> dict[str, tuple[int, float]]:
+    """Of an all-reduce half is a reduce-scatter. The transfer does the other half: each rank sends its part to all."""
+    found = {axis: (nbytes // 2, took / 2) for axis, (nbytes, took) in _joined(stages[i + 1 : i + 2]).items()}
+    for axis, (nbytes, took) in _joined(stages[i : i + 1] if i else ()).items():
+        before = found.get(axis, (0, 0.0))
+        found[axis] = before[0] - nbytes, before[1] - took
     return found
+
+
+def _joined(stages: Sequence[StageCost]) -> Mapping[str, tuple[int, float]]:
+    return next((piece.joined for stage in stages for piece in stage.pieces()), {})
 
 
 def _sizes(blocks: int, count: int, plan: Plan) -> Sequence[int]:
