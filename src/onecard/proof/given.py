@@ -93,12 +93,12 @@ def _check_rank(rank: int, step: RecordedStep) -> None:
 
 def _check_memory(step: RecordedStep) -> None:
     """Whether inputs that share memory are only read, so that each may be a copy."""
-    shared = {i: known.within for i, known in enumerate(step.inputs) if known.within is not None}
+    shared = [(i, other) for other, known in enumerate(step.inputs) for i in known.shares]
     if not shared:
         return
     nodes = [node for node in step.graph.nodes if node.op == "placeholder"]
     written = GraphMemory(step.graph).written
-    for i, other in shared.items():
+    for i, other in shared:
         if nodes[i] in written or nodes[other] in written:
             raise ProofError(
                 f"prove(recordings, against=...): {step.inputs[i].name} lies in the memory of {step.inputs[other].name}, and "

@@ -104,6 +104,11 @@ class _Handing:
         return of_local(self).twin
 
     @property
+    def later_hooks(self) -> Any:
+        """Those to be called when that has a gradient."""
+        return of_local(self).hooks
+
+    @property
     def grad(self) -> Any:
         """The distributed gradient."""
         return of_local(self).twin.grad

@@ -23,7 +23,7 @@ from onecard.comm.base import record
 from onecard.comm.base.record import Notice
 from onecard.comm.issue.message import COLLECTIVES
 from onecard.launch.rehearsal.region_recorder import RegionRecorder
-from onecard.static.capture.capture import holders
+from onecard.static.guards.places import shared
 from onecard.static.step.facts import facts
 from onecard.static.step.phases import Phases
 from onecard.static.step.step import Input, RecordedStep
@@ -165,12 +165,12 @@ class RehearsedSteps:
         recorder.finish([*dict.fromkeys(node for _, node in alive)])
         _tell_what_follows(recorder.graph)
         inputs, kind_of = [], {}
-        within = holders([*recorder.outside.values()])
+        shares = shared([*recorder.outside.values()])
         for i, (node, value) in enumerate(recorder.outside.items()):
             name = kinds.get(_memory(value), "batch and others")
             kind_of[node] = name
             made = Input(
-                name, name, ("object", i), None, facts(value) if isinstance(value, Tensor) else (), within.get(i)
+                name, name, ("object", i), None, facts(value) if isinstance(value, Tensor) else (), shares.get(i, ())
             )
             inputs.append(made)
             node.meta["input"] = made

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from onecard.pipeline.cut.weave import Weave
-from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, RecordedStep
+from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, RecordedStep, holders
 
 
 def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
@@ -51,7 +51,7 @@ def _held(recording: RecordedStep, weave: Weave, place: int) -> Iterator[Elsewhe
     has on more ranks stays there: an evaluation reads less than the step of training, which goes on.
     """
     nodes, memory = weave.places.graph.find_nodes(op="placeholder"), weave.places.order.memory
-    memories = [i if known.within is None else known.within for i, known in enumerate(recording.inputs)]
+    memories = holders(recording.inputs)
     used, homes = dict[int, set[int]](), weave.places.homes
     for i, node in zip(memories, nodes, strict=True):
         used.setdefault(i, set()).update(

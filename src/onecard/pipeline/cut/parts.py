@@ -31,18 +31,8 @@ _FILLS = ("new_full", "new_zeros", "new_ones", "full_like", "zeros_like", "ones_
 class ProgramOrder(Order):
     """The order that a graph's meaning depends on, tensors of the program told apart: a recording knows which share memory."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        inputs = graph.find_nodes(op="placeholder")
-        self._holder = {n: inputs[i] for n in inputs if (i := _within(n)) is not None}
-        super().__init__(graph)
-
     def _place(self, given: fx.Node) -> Any:
-        return self._holder.get(given, given)
-
-
-def _within(node: fx.Node) -> int | None:
-    known = node.meta.get("input")
-    return None if known is None else known.within
+        return given
 
 
 def part_of(node: fx.Node) -> Part | None:

@@ -33,7 +33,7 @@ from onecard.static.guards.believed import believed
 from onecard.static.guards.conditions import asked
 from onecard.static.guards.held import NOTHING, HeldValues
 from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
-from onecard.static.guards.places import Places, holders, is_nameless
+from onecard.static.guards.places import Places, is_nameless, shared
 from onecard.static.guards.ran import NotWatched, Ran, watched
 from onecard.static.guards.replaced import put_back
 from onecard.static.guards.results import taken_apart
@@ -251,6 +251,7 @@ class Capture:
         script = StepScript(recorder.graph, recorder.outside, recorder.rows)
         renew(recorder.graph, recorder.refills)
         inputs, constants = self._described()
+        self.seen.scale_by(before.scalers_of(recorder.outside.values()))
         known = places.in_order(k for k in before.gradients if k in places._found)
         had = tuple((places(k, None), bool(before.gradients[k])) for k in known)
         named = [(name, root) for name, root in places.roots if not is_nameless(name)]
@@ -346,9 +347,9 @@ class Capture:
 
     def _described(self) -> tuple[tuple[Input, ...], dict[int, Any]]:
         inputs, constants = [], {}
-        within = holders([*self.recorder.outside.values()])
+        shares = shared([*self.recorder.outside.values()])
         for i, (node, value) in enumerate(self.recorder.outside.items()):
-            made = replace(self._describe(node, value), within=within.get(i))
+            made = replace(self._describe(node, value), shares=shares.get(i, ()))
             if made.kind == "constant":
                 constants[i] = value
             if (found := stages_of(value)) or is_read(value):

@@ -167,8 +167,9 @@ def _input(i: int, known: Input, places: _Places, made: RecordedStep) -> None:
     constant = known.kind == "constant"
     if constant is not (i in made.constants) or constant is not (known.where == ("constant",)):
         raise RecordingError(f"input {i} is a {known.kind}, and its place is {known.where}")
-    if known.within is not None and not 0 <= whole(known.within, (int,)) < len(made.inputs):
-        raise RecordingError(f"input {i} lies in the memory of input {known.within}")
+    for other in all_of(whole(known.shares, (tuple,)), int):
+        if not 0 <= other < len(made.inputs) or other == i:
+            raise RecordingError(f"input {i} has memory in common with input {other}")
 
 
 def _output(output: Output, count: int) -> None:

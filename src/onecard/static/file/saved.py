@@ -28,7 +28,7 @@ from onecard.static.guards.places import is_nameless
 from onecard.static.step.step import RecordedStep
 from onecard.tensor.dist_tensor import DistTensor
 
-FORMAT = 4
+FORMAT = 5
 _PLAIN = (
     "name",
     "inputs",
@@ -92,8 +92,14 @@ def _checksum(text: str, tensors: dict[str, torch.Tensor]) -> str:
 def _standing_alone(recording: RecordedStep) -> tuple[RecordedStep, dict[int, Any]]:
     """Tensors that no name of the program leads to are constants of the file."""
     inputs, roots, constants = list(recording.inputs), list(recording.roots), dict(recording.constants)
+    sharing = {i for at, known in enumerate(inputs) for i in (at, *known.shares) if known.shares}
     for i, known in enumerate(inputs):
         if known.where[0] == "object" and is_nameless(roots[known.where[1]]) and recording.bound is not None:
+            if i in sharing:
+                raise RecordingError(
+                    f"{recording.name} reads a tensor of shape {[*known.facts[0]]} that no name of the program leads to, with "
+                    "memory in common with another one: a file would hold a copy. Keep it in a variable around the step"
+                )
             constants[i] = recording.bound.roots[known.where[1]]
             inputs[i] = replace(known, kind="constant", where=("constant",))
     made = recording.with_graph(recording.graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Before:
             with their values, if they are no tensors; ``kept``: with their identities.
         still: of each module, and of each optimizer's groups, what a recording takes for granted; ``buffers``: of each module,
             the identities of its buffers by name.
+        scalers: those that scale, with their tensors.
         others: what is alive of the types that ``also`` wants, until somebody takes it: one look at all objects serves both.
     """
 
@@ -51,6 +52,7 @@ class Before:
         self.states: dict[int, dict[int, dict[Any, Any]]] = {}
         self.kept: dict[int, dict[int, dict[Any, int]]] = {}
         self.still: dict[int, Any] = {}
+        self.scalers: list[tuple[GradScaler, list[Tensor]]] = []
         self.buffers: dict[int, dict[str, int]] = {}
         found: list[Tensor] = []
         ours, self.others = alive(_HELD, also or _NONE)
@@ -64,7 +66,8 @@ class Before:
                 self.states[id(x)] = {id(p): plain_states(held) for p, held in states}
                 self.kept[id(x)] = {id(p): {k: id(v) for k, v in held.items()} for p, held in states}
             elif isinstance(x, GradScaler):
-                found += begun(x, device())
+                self.scalers.append((x, begun(x, device())))
+                found += self.scalers[-1][1]
             else:
                 self.still[id(x)] = values_of(x)
                 self.buffers[id(x)] = {name: id(buffer) for name, buffer in x._buffers.items()}
@@ -73,6 +76,11 @@ class Before:
             if takes_gradients(x):
                 self._leaf(x)
             self._hold(x)
+
+    def scalers_of(self, values: Iterable[Any]) -> list[GradScaler]:
+        """Those that have some of these tensors."""
+        known = set(map(id, values))
+        return [scaler for scaler, own in self.scalers if not known.isdisjoint(map(id, own))]
 
     def _leaf(self, x: Tensor) -> None:
         grad = _torch.gradient(x)

@@ -19,9 +19,9 @@ from onecard.static.code.spent import spent
 from onecard.static.guards.arguments import changed, is_like, modes, one_memory
 from onecard.static.guards.before import STILL, options_of, values_of
 from onecard.static.guards.conditions import answered_otherwise
-from onecard.static.guards.hooked import HOOKS, same_code, same_keys, stands_for_another
+from onecard.static.guards.hooked import HOOKS, TENSOR_HOOKS, same_code, same_keys, stands_for_another
 from onecard.static.guards.lookup import now_at
-from onecard.static.guards.places import at, module_at, optimizer_at
+from onecard.static.guards.places import at, module_at, optimizer_at, shared
 from onecard.static.guards.unchanged import differs, is_still
 from onecard.static.step.memory import GraphMemory
 from onecard.static.step.step import BESIDE, MISS, Input, RecordedStep, Where
@@ -29,7 +29,7 @@ from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.train import unreduced
 from onecard.train.own_parameters import named_parameters, own_parameters
 
-_HOOKS_OF_TENSORS = ("{}[{}]._backward_hooks", "{}[{}]._post_accumulate_grad_hooks")
+_HELD = ("parameter", "buffer", "state", "tensor")
 
 
 class Fits(Source):
@@ -188,19 +188,23 @@ class Fits(Source):
         if wants:
             asked = "{}[{}].requires_grad is not {}"
             differ = [self.code(asked, params, self.slot(n), self.slot(flag)) for n, flag in wants]
+            # Who asks for parameters is given what these stand for, and freezes that.
+            trained = [(x.stands_for, flag) for n, flag in wants if stands_for_another(x := own_parameters(module)[n])]
+            differ += [self.code("{}.requires_grad is not {}", self.slot(x), self.slot(flag)) for x, flag in trained]
             self.miss(self._any(differ), f"requires_grad of a parameter of {name}")
 
     def _hooks(self, module: nn.Module, name: str) -> None:
         """The hooks of a module and of its parameters, and a forward of its own."""
-        own, held = self.fact((name, "forward"), module.__dict__.get("forward")), self.slot(module.__dict__)
-        asked = self.code("{}.get({}) is not {}", held, self.slot("forward"), self.slot(own))
+        own, space = self.fact((name, "forward"), module.__dict__.get("forward")), self.slot(module.__dict__)
+        asked = self.code("{}.get({}) is not {}", space, self.slot("forward"), self.slot(own))
         self.miss(asked, f"{name}.forward")
-        params, named = (
-            self.slot(own_parameters(module)),
-            [n for n, p in own_parameters(module).items() if p is not None],
-        )
+        params, every = self.slot(own_parameters(module)), own_parameters(module)
+        held = [self.code("{}[{}]", params, self.slot(n)) for n, p in every.items() if p is not None]
+        standing = [p for p in every.values() if stands_for_another(p)]
+        held += [self.slot(p.stands_for) for p in standing]
         hooks = [self.slot(getattr(module, kind)) for kind in HOOKS]
-        hooks += [self.code(_HOOK, params, self.slot(n)) for n in named for _HOOK in _HOOKS_OF_TENSORS]
+        hooks += [self.code(f"{{}}.{kind}", p) for p in held for kind in TENSOR_HOOKS]
+        hooks += [self.slot(p.later_hooks) for p in standing]
         keys = self.code("({},)", self.joined(", ", (self.code("*({} or ())", h) for h in hooks)))
         known = self.fact((name, "hooks"), self.value(keys))
         differ = self._any(hooks) if not known else self.code("{} != {}", keys, self.slot(known))
@@ -290,6 +294,24 @@ class Fits(Source):
         if (before := self.fact("ties", ties)) != ties:
             i = next(i for i, (was, now) in enumerate(zip(before, ties, strict=True)) if was != now)
             raise KeyError(f"{held[i].name} of its own: it is {held[ties[i]].name}, too")
+        self._common_memory()
+
+    def _common_memory(self) -> None:
+        """Tensors that have memory in common are those that had: passes go by it."""
+        inputs = self.recording.inputs
+        held = {i: at(known.where, self.roots, ()) for i, known in enumerate(inputs) if known.kind in _HELD}
+        now = shared([x._local if isinstance(x, DistTensor) else x for x in held.values()])
+        order = [*held]
+        pairs = {frozenset((order[i], order[j])) for i, others in now.items() for j in others}
+        before = {frozenset((i, j)) for i in held for j in inputs[i].shares if j in held}
+        for one, other in map(sorted, pairs ^ before):
+            words = "apart from" if frozenset((one, other)) in pairs else "in common with"
+            raise KeyError(f"memory of {inputs[one].name} {words} that of {inputs[other].name}")
+        for i, known in enumerate(inputs):
+            for j in known.shares:
+                if "argument" in (known.kind, inputs[j].kind):
+                    asked = self.code("not one_memory({}, {})", self.given[i], self.given[j])
+                    self.miss(asked, f"{known.name} had memory in common with {inputs[j].name}")
 
     # -- the inputs --------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import ProxyTypes
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from onecard.static.guards.before import STILL
@@ -223,6 +224,14 @@ class Seen:
 
     def _ask(self, question: Callable[[], Any], answer: Any, name: str, line: str) -> None:
         self.guards.append(Guard(Place("answer", question, None, question), answer, name, line))
+
+    def scale_by(self, scalers: Sequence[GradScaler]) -> None:
+        """The step scales by these: of torch's code no look-up is seen, and their options are numbers of Python."""
+        for scaler in scalers:
+            for key, value in vars(scaler).items():
+                if is_plain(value) and not key.startswith("_init"):  # what the first scale was made of
+                    place = Place("entry", vars(scaler), key, scaler)
+                    self.guards.append(Guard(place, value, f"{type(scaler).__name__}.{key}", "an option of it"))
 
     def settled(self, of: Any) -> None:
         """An object has been asked, or has been given its answer by the step."""

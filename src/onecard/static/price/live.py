@@ -11,6 +11,7 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.static.price.convolutions import workspace
 from onecard.static.step.memory import shares
+from onecard.static.step.step import holders
 
 Block = tuple[fx.Node, int]
 """Memory: the node that makes it, and which of its results it is."""
@@ -102,9 +103,11 @@ def blocks_in(graph: fx.Graph) -> dict[fx.Node, frozenset[Block]]:
     """The memory that each node's result may lie in; of several results of one operator, each has its own."""
     found: dict[fx.Node, frozenset[Block]] = {}
     given = list(graph.find_nodes(op="placeholder"))
-    for node in given:
-        within = node.meta["input"].within if "input" in node.meta else None
-        found[node] = frozenset([(node if within is None else given[within], 0)])
+    held = (
+        holders([node.meta["input"] for node in given]) if all("input" in n.meta for n in given) else range(len(given))
+    )
+    for node, i in zip(given, held, strict=True):
+        found[node] = frozenset([(given[i], 0)])
     for node in graph.nodes:
         if node in found:
             continue

@@ -25,10 +25,12 @@ class GraphMemory:
     """
 
     def __init__(self, graph: fx.Graph, apart: bool = False) -> None:
-        self.roots: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.roots: dict[fx.Node, frozenset[fx.Node]] = _of_inputs(graph)
         self.writes: dict[fx.Node, frozenset[fx.Node]] = {}
         roots = self.roots
         for node in graph.nodes:
+            if node in roots:
+                continue
             known = operator_of(node)
             if node.op != "call_function" or (known is not None and known.alone):
                 roots[node] = frozenset([node])  # most nodes: nothing more is asked of them
@@ -51,6 +53,13 @@ class GraphMemory:
     def writers_to(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that write to memory that a node may have; one that writes to several of it, as often."""
         return [n for root in self.roots[node] for n in self._writers.get(root, ())]
+
+
+def _of_inputs(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """Those of the placeholders: each, and the others that lie in its memory."""
+    given = list(graph.find_nodes(op="placeholder"))
+    held = (node.meta["input"].shares if "input" in node.meta else () for node in given)
+    return {node: frozenset([node, *(given[i] for i in shares)]) for node, shares in zip(given, held, strict=True)}
 
 
 def _union(nodes: list[fx.Node], roots: dict[fx.Node, frozenset[fx.Node]]) -> frozenset[fx.Node]:

@@ -5,7 +5,7 @@ It holds no tensors and no objects of the program: those are bound to it (``run/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -37,7 +37,7 @@ class Input:
         where: its place in the program.
         spec: of the distributed tensor whose local part it is; None of a plain one.
         facts: shape, strides, dtype, device of the local tensor; () of what is no tensor.
-        within: the number of the input in whose memory it lies; None: it has its own.
+        shares: the numbers of inputs that lie in its memory.
     """
 
     kind: str
@@ -45,7 +45,16 @@ class Input:
     where: Where
     spec: Spec | None = None
     facts: tuple[Any, ...] = ()
-    within: int | None = None
+    shares: tuple[int, ...] = ()
+
+
+def holders(inputs: Sequence[Input]) -> list[int]:
+    """For each input the number of that in whose memory it lies: the largest, or itself."""
+    found = list(range(len(inputs)))
+    for i in sorted(range(len(inputs)), key=lambda i: (len(inputs[i].shares), -i)):
+        for held in inputs[i].shares:
+            found[held] = i
+    return found
 
 
 @dataclass(frozen=True, slots=True)
