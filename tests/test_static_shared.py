@@ -170,10 +170,10 @@ def test_options_of_a_scaler_that_change_between_calls(how: str) -> None:
             return loss.detach()
 
         run, found = oc.to_static(step) if record else step, []
-        for i in range(14):
-            run(torch.full((2, 6), float("inf") if i == 12 else 0.1 * i))
+        for i in range(15):  # compared with the step itself at call 8, and at none after it
+            run(torch.full((2, 6), float("inf") if i == 13 else 0.1 * i))
             found.append(scaler.get_scale())
-            if i == 6:
+            if i == 8:
                 change(scaler)
         return found
 
