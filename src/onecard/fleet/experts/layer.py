@@ -101,7 +101,7 @@ class MoELayer(nn.Module):
         self.gate = _gate(gate, d_model, sum(self.owned))
         self.shared_experts = shared_experts
         self.along_mp = self._along_mp()
-        self._mark()
+        self.mark_parts()
         self.counts = Counts(sum(self.owned))
 
     def _check_groups(self) -> None:
@@ -149,7 +149,8 @@ class MoELayer(nn.Module):
             return "joined" if inside else "gathered"
         return "alike" if inside else "copied"
 
-    def _mark(self) -> None:
+    def mark_parts(self) -> None:
+        """Note what parameters and buffers of experts are, those that have come since included (adapters, masks)."""
         if topology.begun():
             topology.get_hybrid_communicate_group().same_experts(self.group)  # refuses groups that do not fit
         has_all = self._mp() and {*self.mp_group.ranks} <= {*self.group.ranks}  # type: ignore[union-attr]

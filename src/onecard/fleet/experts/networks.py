@@ -246,15 +246,20 @@ def _kernel(rows: Tensor, weights: Tensor) -> bool:
 
 
 def mark_experts(module: nn.Module, group: Ranks, sums: Ranks | None) -> None:
-    """Note that a module's parameters are experts of this rank, whose gradients are summed over ``sums``, too."""
+    """Note that a module's parameters and buffers are experts' of this rank; gradients are summed over ``sums``, too."""
     for each in module.modules():
-        known = dict(each.__dict__.get("_held", {}))
         for name, p in each._parameters.items():
-            if p is None:
-                continue
-            what = replace(held(p), experts=group)
-            if sums is not None and sums.size > 1 and not what.is_cut_among(sums):
-                what = replace(what, sums=(*what.sums, sums))
-            known[name] = what
-            each.__dict__["_held"] = known
-            hold(p, what)
+            if p is not None:
+                what = _of_expert(p, group, sums)
+                each.__dict__["_held"] = {**each.__dict__.get("_held", {}), name: what}
+                hold(p, what)
+        for x in each._buffers.values():
+            if x is not None:
+                hold(x, _of_expert(x, group, None))
+
+
+def _of_expert(x: Tensor, group: Ranks, sums: Ranks | None) -> Shard:
+    what = replace(held(x), experts=group)
+    if sums is None or sums.size == 1 or what.is_cut_among(sums) or any(sums.ranks == s.ranks for s in what.sums):
+        return what
+    return replace(what, sums=(*what.sums, sums))

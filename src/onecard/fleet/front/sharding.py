@@ -22,6 +22,7 @@ from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.gradients.scaling import distributed_scaler
 from onecard.fleet.grid import topology
 from onecard.fleet.layers.pipeline_layer import PipelineLayer
+from onecard.fleet.zero import carried
 from onecard.fleet.zero.sharded_model import AXIS, GroupShardedModel, Sharded
 from onecard.fleet.zero.written import refuse_bounded
 from onecard.tensor import DistTensor
@@ -94,6 +95,7 @@ def group_sharded_parallel(
     if sharded is None:
         _check(model, level, ranks)
         _own_parameters(model, optimizer)
+        carried.declare(model)
         for p in [*model.parameters(), *(model.buffers() if sync_buffers else ())]:
             plain.broadcast(p.detach(), holders.divided_over(p, ranks), 0, call=call)
         running = False if sync_comm else overlap

@@ -90,6 +90,9 @@ def declare(model: nn.Module) -> None:
                 _hand_on(known.get(name), p, module, name)
             elif name not in known:
                 module.__dict__[_HELD] = known = {**known, name: noted(p)}
+    for module in model.modules():
+        if (say := getattr(module, "mark_parts", None)) is not None:  # a mixture, of all that its experts have by now
+            say()
 
 
 class Members:

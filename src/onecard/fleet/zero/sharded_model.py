@@ -71,6 +71,7 @@ class Sharded:
         accum: torch.dtype | None = None,
     ) -> None:
         self.level, self.stage, self.group, self._how = level, stage, group, (policy, blocks, accum)
+        carried.declare(model)
         named = dict(model.named_parameters())
         self.twins: dict[Any, Any] = {p: self._twin(p) for p in named.values()}
         self.names = {id(p): name for name, p in named.items()} | {id(self.twins[p]): n for n, p in named.items()}
