@@ -15,6 +15,7 @@ import habits_static_code  # noqa: F401  # each adds its own to ``HABITS``
 import habits_static_containers  # noqa: F401
 import habits_static_instructions  # noqa: F401
 import habits_static_library  # noqa: F401
+import habits_static_of_c  # noqa: F401
 import pytest
 import torch
 from habits_static import BY_CHECKING, HABITS, Habit

@@ -22,6 +22,7 @@ import numpy
 import torch
 from torch import nn
 
+from onecard.static.guards.asked_again import along, file_that_is_read, looks_inside, names_of, question, state_of
 from onecard.static.guards.chains import Expr, text
 from onecard.static.guards.lookup import (
     ABSENT,
@@ -67,6 +68,7 @@ class Calls:
         elif isinstance(f, _CACHED):
             self.seen.ask(f, lambda: f.cache_info().misses, f"the cache of {f.__name__}", line)
         elif not self._of_container(f, args, e, line):
+            self._inside(f, args, e, line)
             for x, name in zip(args, e.args, strict=True):
                 self.seen.whole(x, text(name), line)
                 if f is next or not isinstance(x, io.IOBase):
@@ -80,9 +82,13 @@ class Calls:
     def _beside(self, f: Any, args: list[Any], e: Expr, line: str) -> None:
         """What is asked of files, of a log's level, of another thread, of a generator of random numbers of the program's own."""
         own, name = getattr(f, "__self__", None), getattr(f, "__name__", "")
-        if (path := _file_that_is_read(f, own, name, args if e.name is None else [])) is not None:
+        given = args if e.name is None else []
+        if (path := file_that_is_read(f, name, given)) is not None:
             file = f"the file {os.fspath(path)}"
-            self.seen.ask(file, functools.partial(_state_of, path), file, line)
+            self.seen.ask(file, functools.partial(state_of, path), file, line)
+        elif (asked := question(f, given)) is not None and (own is None or self.seen.was_there(own)):
+            said = f"{text(e.base)}({', '.join(map(repr, given))})"
+            self.seen.ask(said if own is None else own, asked, said, line)
         elif isinstance(own, logging.Logger) and name in ("getEffectiveLevel", "isEnabledFor"):
             self.seen.ask(own, own.getEffectiveLevel, f"{text(e.base)}()", line)
         elif isinstance(own, threading.Thread | concurrent.futures.Executor) and name in ("start", "submit", "map"):
@@ -97,6 +103,22 @@ class Calls:
             self.seen.repeats(DRAWS, text(e.base).rpartition(".")[0], line)
         elif isinstance(f, types.BuiltinMethodType) and self.seen.was_there(own) and not _says_the_same(own, name):
             self.seen.repeats("asks", f"{text(e.base).rpartition('.')[0]}, a {type(own).__name__},", line)
+
+    def _inside(self, f: Any, args: list[Any], e: Expr, line: str) -> None:
+        """What a function finds in its own object, in attributes by paths, and by methods that it is given."""
+        own = getattr(f, "__self__", None)
+        if isinstance(f, types.MethodType) and isinstance(own, CONTAINERS):  # NumPy's, written in Python
+            self.seen.whole(own, text(e.base).rpartition(".")[0], line)
+        for x, name in zip(args, e.args, strict=True):
+            method = getattr(x, "__self__", None) if isinstance(x, types.BuiltinMethodType) else None
+            if isinstance(method, CONTAINERS) and x.__name__ not in _WRITES:  # map(rates.__getitem__, names)
+                self.seen.whole(method, text(name), line)
+            if isinstance(f, operator.attrgetter) and x is not UNKNOWN:
+                for path in names_of(f):
+                    for place in along(x, path):
+                        self.seen.read(place, f"{text(name)}.{'.'.join(path)}", line)
+            elif looks_inside(f) and x is not UNKNOWN:
+                self.laid_open(x, text(name), line)
 
     def _files(self, f: Any, args: list[Any], e: Expr, line: str) -> None:
         """What writes to a file: its own methods, a path's, functions that are given it."""
@@ -171,27 +193,6 @@ class Calls:
             self.seen.never = (
                 f"the step takes the next of {name} at {line}: take it before the step and pass it as an argument"
             )
-
-
-def _file_that_is_read(f: Any, own: Any, name: str, args: list[Any]) -> Any:
-    """The path that a call opens to read; None of any other call."""
-    of_path = isinstance(own, pathlib.Path)
-    if of_path and name in ("read_text", "read_bytes"):
-        return own
-    if not (_one_of(f, (open, io.open)) or (of_path and name == "open")):
-        return None
-    path, mode, *_ = [*([own] if of_path else []), *args, None, None]
-    writes = isinstance(mode, str) and {*mode} & {*"wax+"}
-    return path if isinstance(path, str | os.PathLike) and not writes else None
-
-
-def _state_of(path: Any) -> tuple[int, ...]:
-    """What changes of a file when somebody writes to it."""
-    try:
-        state = os.stat(path)
-    except OSError:
-        return ()
-    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _says_the_same(x: Any, name: str) -> bool:

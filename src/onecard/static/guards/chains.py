@@ -290,6 +290,9 @@ class _Machine:
 
     def call_unpacked(self, i: Any) -> None:
         first, second, args, *_ = self.pop(4 if _NAMED_ALWAYS or i.arg & 1 else 3)
+        self._act(
+            "whole", args
+        )  # a list that is spread as it is, which no instruction before this one has gone through
         self._called(_called([first, second]), (args,), "spread")
 
     def copy(self, i: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextvars
 import functools
+import importlib
 import operator
 import sys
 import types
@@ -113,6 +114,8 @@ class FrameValues:
         if f is getattr and len(args) in (2, 3) and isinstance(args[1], str) and args[0] is not UNKNOWN:
             found = attribute(args[0], args[1])[0]
             return args[2] if found is ABSENT and len(args) == 3 else found
+        if f is importlib.import_module and len(args) == 1 and isinstance(args[0], str):
+            return sys.modules.get(args[0], UNKNOWN)
         if (f is vars or f is type) and len(args) == 1 and args[0] is not UNKNOWN:
             return held_by(args[0]) if f is vars else type(args[0])
         if (

@@ -8,21 +8,25 @@ up here, without running anything. Functions of torch, onecard and NumPy run as 
 from __future__ import annotations
 
 import builtins
+import ctypes
 import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
+from onecard.static.guards.asked_again import is_setting
 from onecard.static.guards.before import STILL
 from onecard.static.guards.calls import Calls
 from onecard.static.guards.chains import Act, Expr, acts_of, text
 from onecard.static.guards.frames import FrameValues
 from onecard.static.guards.lookup import (
+    ABSENT,
     CONTAINERS,
     UNKNOWN,
     Place,
@@ -225,8 +229,12 @@ class Ran:
         """Where the value of an expression is looked up."""
         if e.kind in ("global", "name"):
             there = frame.f_globals
-            known = e.name in there or not hasattr(builtins, e.name)
-            return (Place("entry", there, e.name, there),) if known else ()
+            given = vars(builtins).get(e.name, ABSENT)
+            if e.name in there or given is ABSENT:
+                return (Place("entry", there, e.name, there),)
+            if isinstance(given, type | types.BuiltinFunctionType):
+                return ()
+            return (Place("entry", vars(builtins), e.name, builtins),)  # a program's own
         if e.kind == "cell":
             return tuple(Place("cell", cell, None, cell) for cell in self._values.cells(frame, e.name))
         if e.kind == "import":
@@ -250,10 +258,19 @@ class Ran:
             self.seen.old(self._values.value(e, frame))
         for place in places:
             self.seen.read(place, str(e), line, self._in_library(frame))
+        if e.kind == "attr":
+            self._of_c(e, self._values.value(e.base, frame), line)
         if e.kind == "item" and not places:  # by a key that is not known, or a slice
             base = behind(self._values.value(e.base, frame))
             if isinstance(base, CONTAINERS):
                 self.seen.whole(base, text(e.base), line)
+
+    def _of_c(self, e: Expr, base: Any, line: str) -> None:
+        """An attribute that functions of C answer: a field of a structure, a setting of torch's."""
+        if isinstance(base, ctypes.Structure | ctypes.Union):
+            self.seen.whole(base, text(e.base), line)
+        elif is_setting(base) and isinstance(getattr(base, str(e.name), None), STILL):
+            self.seen.ask(str(e), partial(getattr, base, str(e.name)), str(e), line)
 
     def _match(self, frame: _Frame, e: Expr) -> None:
         """``case Point(x, y=0)``: attributes by the names that the class gives its first ones, and by their own."""

@@ -96,6 +96,9 @@ class Seen:
         if isinstance(value, CONTAINERS):
             self.touch(value)
         self.root(name, value)
+        kind = type(value)
+        if not isinstance(value, nn.Module | Optimizer | Tensor | type) and users(str(kind.__module__)):
+            self.ask(f"class {id(value)}", partial(type, value), f"the class of {name}", line)
         if not isinstance(value, Number) and (not isinstance(value, Tensor) or self._had(value)):
             self.guards.append(Guard(place, kept(value), name, line, library))
             if library:
@@ -191,7 +194,12 @@ class Seen:
         x = behind(x)
         if isinstance(x, (tuple, *CONTAINERS)) and depth:
             if not isinstance(x, tuple):
-                if not self.was_there(x) or ("whole", id(x)) in self._known:
+                if not self.was_there(x):  # the step's own, with lists of the program among what it holds
+                    for part in () if isinstance(x, BYTES) else x.values() if isinstance(x, dict) else x:
+                        if isinstance(part, CONTAINERS):
+                            self.whole(part, name, line, depth - 1)
+                    return
+                if ("whole", id(x)) in self._known:
                     return
                 self.touch(x)
                 self._known.add(("whole", id(x)))

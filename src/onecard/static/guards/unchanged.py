@@ -30,7 +30,7 @@ def is_plain(x: Any) -> bool:
 def copied(x: Any) -> Any:
     """What a container holds now."""
     if isinstance(x, numpy.ndarray):
-        return x.shape, x.dtype, None if x.dtype.hasobject else x.tobytes()
+        return x.shape, x.dtype, tuple(x.ravel().tolist()) if x.dtype.hasobject else x.tobytes()
     if isinstance(x, mmap.mmap):
         return x[:]
     if isinstance(x, collections.OrderedDict):  # an order of its own
@@ -44,6 +44,10 @@ def copied(x: Any) -> Any:
 
 def is_still(x: Any, held: Any) -> bool:
     """Whether a container holds what it held (``copied``)."""
+    if isinstance(x, numpy.ndarray) and x.dtype.hasobject:
+        shape, dtype, values = copied(x)
+        same = (shape, dtype) == held[:2] and len(values) == len(held[2])
+        return same and not any(a is not b and differs(a, b) for a, b in zip(values, held[2], strict=True))
     if isinstance(x, BYTES):
         return bool(copied(x) == held)
     if len(x) != len(held):
