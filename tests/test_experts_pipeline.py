@@ -129,12 +129,10 @@ def losing(out: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
     return F.cross_entropy(out[0], y) + 0.1 * out[1]
 
 
-def train(net: Net, mode: str, microbatches: int) -> dict[str, Tensor]:
+def train(net: Net, mode: str, microbatches: int, steps: int = STEPS, record: bool = False) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, eps=1e-3)
-    losses = []
-    for step in range(STEPS):
-        draw = torch.Generator().manual_seed(step)
-        x, y = torch.randn(ROWS, WIDTH, generator=draw), torch.randint(CLASSES, (ROWS,), generator=draw)
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if net.meshes:
             loss = pipeline.step_by_marks(net, losing, x, y, mode, microbatches, loss_weight=len)
         else:
@@ -147,20 +145,27 @@ def train(net: Net, mode: str, microbatches: int) -> dict[str, Tensor]:
         norm = nn.utils.clip_grad_norm_(net.parameters(), 0.3)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(torch.stack([oc.unshard(loss.detach()), oc.unshard(norm.detach())]))
+        return loss.detach(), norm.detach()
+
+    run, losses = oc.to_static(step) if record else step, []
+    for i in range(steps):
+        draw = torch.Generator().manual_seed(i)
+        x, y = torch.randn(ROWS, WIDTH, generator=draw), torch.randint(CLASSES, (ROWS,), generator=draw)
+        losses.append(torch.stack([oc.unshard(value) for value in run(x, y)]))
     return {"losses": torch.stack(losses)} | {name: oc.unshard(p.detach()) for name, p in net.named_parameters()}
 
 
-def compared(style: str, gate: str, mode: str, microbatches: int, ep: int) -> None:
+def compared(style: str, gate: str, mode: str, microbatches: int, ep: int, record: bool = False) -> None:
     warnings.simplefilter("ignore", oc.GatheredOperatorWarning)
     stages = oc.get_world_size() // ep
     meshes = [oc.ProcessMesh(range(ep * i, ep * (i + 1)), ["ep"]) for i in range(stages)]
     torch.manual_seed(0)
-    wanted = train(Net([], style, gate), mode, microbatches)
+    steps = 6 if record else STEPS  # the last two of them are replays
+    wanted = train(Net([], style, gate), mode, microbatches, steps)
     torch.manual_seed(0)
     net = Net(meshes, style, gate)
     net.divide()
-    for name, value in train(net, mode, microbatches).items():
+    for name, value in train(net, mode, microbatches, steps, record).items():
         close(value, wanted[name], name)
 
 
@@ -178,6 +183,13 @@ CASES = [
 def test_mixtures_in_stages_by_marks_are_one_cards(case: tuple[Any, ...]) -> None:
     ranks, *given = case
     run_ranks(compared, ranks, *given)
+
+
+@pytest.mark.parametrize(
+    "case", share([("grouped", "naive", "1F1B"), ("grouped", "gshard", "ZBH1"), ("dense", "naive", "1F1B")], 1)
+)
+def test_they_are_recorded_where_rows_lie_on_another_stages_ranks(case: tuple[str, str, str]) -> None:
+    run_ranks(compared, 4, *case, 2, 2, True)
 
 
 def product(x: Tensor, up: Tensor, numbers: Tensor) -> Tensor:

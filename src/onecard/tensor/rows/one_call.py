@@ -90,7 +90,9 @@ class RowsCall:
         self.each = largest // max((step.target.mesh.shape[step.axis] for step in steps), default=1)
         self.whole = tuple(_whole(x) for x in given)
         self.accessed = sum(x.nbytes for x in map(held_of, [*given, *made]) if x is not None)
-        lengths = [(x._held.shape[x._along], x.shape[x._along]) for x in (*given, *made) if _is_rows(x)]
+        rows = [x for x in (*given, *made) if _is_rows(x)]
+        # Nothing is held outside of the mesh, as of another stage's rows.
+        lengths = [(x._held.shape[x._along], x.shape[x._along]) for x in rows if x._held.dim() == x.dim()]
         self.share = lengths[0][0] / max(1, lengths[0][1]) if lengths else 1.0
         return made
 
