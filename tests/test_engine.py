@@ -558,6 +558,8 @@ def test_accuracy_alone() -> None:
     assert accuracy.update(accuracy.compute(torch.tensor([[0.1, 0.7, 0.2], [0.1, 0.5, 0.4]]), one_hot)) == 0.5
     accuracy.reset()
     assert accuracy.accumulate() == 0.0
+    with pytest.raises(EngineError, match=r"given 3 values.*super\(\).compute"):
+        accuracy.compute(torch.ones(2, 3), torch.ones(()), torch.zeros(2))
     for topk in (0, (), (1, "2")):
         with bad("Accuracy: topk="):
             oc.Accuracy(topk)  # type: ignore[arg-type]

@@ -135,6 +135,26 @@ def test_a_file_holds_no_copy_of_what_has_memory_in_common(tmp_path: Any) -> Non
         step.recordings[0].save(tmp_path / "step")
 
 
+def test_a_state_that_is_gone_is_told_by_its_name(tmp_path: Any) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    @oc.to_static
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for _ in range(3):
+        step(torch.ones(2, 6))
+    step.recordings[0].save(tmp_path / "step")
+    optimizer.state[model[0].bias]["momentum_buffer"] = None
+    with pytest.raises(RecordingError, match=r"momentum_buffer of model\.0\.bias: it is None"):
+        oc.load_recording(tmp_path / "step").bind(model=model, optimizer=optimizer)
+
+
 # -- options of a scaler ---------------------------------------------------------------------------------------------------
 
 

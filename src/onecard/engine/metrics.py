@@ -54,8 +54,18 @@ class Accuracy:
         self.batches = 0
         self.count, self.hits = 0, [0] * len(self.topk)
 
-    def compute(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Of each row how many labels count, and how many are among the k largest outputs: int32 (batch, 1 + len(topk))."""
+    def compute(self, outputs: Tensor, labels: Tensor, *more: Any) -> Tensor:
+        """Of each row how many labels count, and how many are among the k largest outputs: int32 (batch, 1 + len(topk)).
+
+        Raises:
+            EngineError: the model returns, or the loss takes, more than one value; or fewer classes than the largest k.
+        """
+        if more:
+            raise EngineError(
+                f"Accuracy.compute is given {2 + len(more)} values, all that the model returns and the loss takes: say which are "
+                "counted, in a class of yours: class MyAccuracy(onecard.Accuracy), with def compute(self, scores, aux, labels): "
+                "return super().compute(scores, labels)"
+            )
         outputs, labels = _classes_last(outputs.detach(), labels.detach())
         if outputs.shape[-1] < max(self.topk):
             raise EngineError(

@@ -339,6 +339,8 @@ class Fits(Source):
             self.miss(differ, f"{known.name} is another tensor")
             return name
         now = at(known.where, self.roots, ())
+        if not isinstance(now, Tensor):
+            raise KeyError(f"tensor as {known.name}: it is {now!r}")
         if (tuple(now.shape), tuple(now.stride()), now.dtype, now.device) != known.facts:
             raise KeyError(known.name)
         self._is_the_one(name, known)
