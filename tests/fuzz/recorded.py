@@ -71,6 +71,7 @@ class Case:
         outside: statements that run between the steps.
         shown: the variables that the step returns; ``options``: of ``to_static``.
         written: whether the program writes to what it was given back.
+        named: it reads parameters by other names of their memory, at its beginning and at its end.
         half: the step is recorded with ``also=["half"]``, in float32; as it is it runs under autocast but for what trains.
     """
 
@@ -80,6 +81,7 @@ class Case:
     options: dict[str, Any]
     written: bool
     half: bool = False
+    named: bool = False
 
     def source(self, autocast: bool = False) -> str:
         """The text of the step: its data come as arguments, in the order in which it draws them."""
@@ -88,10 +90,15 @@ class Case:
             "    given = iter(given)",
             "    normal = ints = lambda *_: next(given)",
         ]
+        again = "[x.square().sum() for x in named]"
+        lines += [f"    begin = {again}"] if self.named else []
         for trains, body in groupby(self.program.body, lambda line: not autocast or bool(TRAINS.search(line))):
             lines += [] if trains else ["    with torch.autocast('cpu', torch.bfloat16):"]
             lines += [f"    {line}" if trains else f"        {line}" for line in body]
-        return "\n".join([*lines, f"    return {{{', '.join(f'{name!r}: {name}' for name in self.shown)}}}\n"])
+        shown = [f"{name!r}: {name}" for name in self.shown]
+        if self.named:
+            shown.append(f"**{{f'named {{i}}': x for i, x in enumerate([*begin, *{again}])}}")
+        return "\n".join([*lines, f"    return {{{', '.join(shown)}}}\n"])
 
 
 def case(seed: int, ranks: tuple[Any, ...] | None = None) -> Case | None:
@@ -117,7 +124,7 @@ def case(seed: int, ranks: tuple[Any, ...] | None = None) -> Case | None:
     half = more.random() < 0.2 and not INSIDE.search(" ".join(program.setup))
     if half:
         options["also"] = [*options.get("also", ()), "half"]
-    return Case(program, outside, tuple(dict.fromkeys(shown)), options, written, half)
+    return Case(program, outside, tuple(dict.fromkeys(shown)), options, written, half, more.random() < 0.3)
 
 
 def _closed(lines: Iterable[str]) -> tuple[str, ...]:
@@ -140,6 +147,7 @@ def run(
     torch.manual_seed(program.seed)
     for line in program.setup:
         exec(line, space)
+    space["named"] = [p.data for p in space["params"]]
     exec(compile(made.source(made.half and not static), f"seed {program.seed}", "exec"), space)
     step: Callable[..., Any] = space["train_step"]
     if static:
