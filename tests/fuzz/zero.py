@@ -449,12 +449,12 @@ def quiet() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def difference(program: Program) -> str:
-    """How a program's numbers differ from one card's; "" if they do not."""
+def difference(program: Program, of: type[Run] = Run) -> str:
+    """How a program's numbers differ from one card's; "" if they do not. ``of``: how it runs."""
     with quiet():
         results = []
         for parallel in (False, True):
-            run = Run(program, parallel)
+            run = of(program, parallel)
             torch.manual_seed(1)
             try:
                 run.go()
@@ -472,7 +472,7 @@ def difference(program: Program) -> str:
     return ""
 
 
-def work(seeds: Sequence[int], plant: Callable[[], None] | None = None) -> list[tuple[int, str]]:
+def work(seeds: Sequence[int], plant: Callable[[], None] | None = None, of: type[Run] = Run) -> list[tuple[int, str]]:
     """Run programs of this many ranks; seeds and what is wrong. Ends with the first that raises."""
     buckets.BUCKET_BYTES = 512
     fleet.init(is_collective=True)
@@ -481,7 +481,7 @@ def work(seeds: Sequence[int], plant: Callable[[], None] | None = None) -> list[
     failed = []
     for seed in seeds:
         try:
-            why = difference(draw(seed))
+            why = difference(draw(seed), of)
         except Exception as fault:
             failed.append((seed, f"{type(fault).__name__}: {fault}\n" + traceback.format_exc()[-1500:]))
             break
@@ -490,7 +490,7 @@ def work(seeds: Sequence[int], plant: Callable[[], None] | None = None) -> list[
     return failed
 
 
-def search(seeds: Sequence[int], portion: int = 50) -> dict[int, str]:
+def search(seeds: Sequence[int], portion: int = 50, of: type[Run] = Run) -> dict[int, str]:
     """Run the programs of these seeds; what is wrong, by seed."""
     wrong: dict[int, str] = {}
     for ranks in (2, 4):
@@ -498,7 +498,7 @@ def search(seeds: Sequence[int], portion: int = 50) -> dict[int, str]:
         while waiting:
             now, waiting = waiting[:portion], waiting[portion:]
             try:
-                for failed in run_ranks(work, ranks, now, timeout=60 + 5 * len(now)):
+                for failed in run_ranks(work, ranks, now, None, of, timeout=60 + 5 * len(now)):
                     wrong |= dict(failed)
                     for seed, why in failed:
                         if "\n" in why:  # it raised, and what comes after did not run

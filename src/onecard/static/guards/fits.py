@@ -299,8 +299,9 @@ class Fits(Source):
     def _common_memory(self) -> None:
         """Tensors that have memory in common are those that had: passes go by it."""
         inputs = self.recording.inputs
-        held = {i: at(known.where, self.roots, ()) for i, known in enumerate(inputs) if known.kind in _HELD}
-        now = shared([x._local if isinstance(x, DistTensor) else x for x in held.values()])
+        # Not distributed ones: parts of parameters are gathered and given back, and lie elsewhere meanwhile.
+        held = {i: at(x.where, self.roots, ()) for i, x in enumerate(inputs) if x.kind in _HELD and x.spec is None}
+        now = shared([*held.values()])
         order = [*held]
         pairs = {frozenset((order[i], order[j])) for i, others in now.items() for j in others}
         before = {frozenset((i, j)) for i in held for j in inputs[i].shares if j in held}
