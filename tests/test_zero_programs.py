@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from amounts import seeds
 from fuzz.zero import Program, Step, difference, draw, search, work
+from fuzz.zero_recorded import RecordedRun
 
 from onecard import fleet
 from onecard.fleet.zero import sharded_model
@@ -21,6 +22,12 @@ from onecard.train.zero.reducer import Reducer
 @pytest.mark.proof
 def test_random_programs_are_one_card() -> None:
     wrong = search(seeds(0, 4, 80))
+    assert not wrong, "\n\n".join(f"seed {seed}: {why}\n{draw(seed)}" for seed, why in wrong.items())
+
+
+@pytest.mark.proof
+def test_recorded_programs_are_one_card() -> None:
+    wrong = search(seeds(0, 3, 60), of=RecordedRun)
     assert not wrong, "\n\n".join(f"seed {seed}: {why}\n{draw(seed)}" for seed, why in wrong.items())
 
 
