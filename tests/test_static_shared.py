@@ -131,6 +131,27 @@ def test_a_file_holds_no_copy_of_what_has_memory_in_common(tmp_path: Any) -> Non
         step.recordings[0].save(tmp_path / "step")
 
 
+def test_a_file_is_bound_to_the_same_memory_in_common(tmp_path: Any) -> None:
+    model = net()
+    kept = model.state_dict()["0.weight"]
+
+    @oc.to_static
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = kept.sum()
+            model[0].weight.mul_(0.5)
+            return torch.stack([before, kept.sum(), model(x).sum()])
+
+    for _ in range(3):
+        step(torch.ones(2, 6))
+    step.recordings[0].save(tmp_path / "step")
+    loaded, other = oc.load_recording(tmp_path / "step"), net()
+    before, after, _ = loaded.bind(model=other, kept=other.state_dict()["0.weight"])(torch.ones(2, 6))
+    assert float(after) == pytest.approx(float(before) / 2)
+    with pytest.raises(RecordingError, match=r"memory of .* in common with"):
+        loaded.bind(model=other, kept=torch.ones(8, 6))
+
+
 def test_a_state_that_is_gone_is_told_by_its_name(tmp_path: Any) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
