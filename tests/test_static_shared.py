@@ -295,8 +295,47 @@ def frozen_between(level: str, how: str) -> list[float]:
 WAYS = ["module", "parameters", "hook"]
 
 
+def clamped(model: Any) -> None:
+    model[0].weight.clamp_(-0.2, 0.2)
+
+
+def clamped_data(model: Any) -> None:
+    model[0].weight.data.clamp_(-0.2, 0.2)
+
+
+def a_row_is_zero(model: Any) -> None:
+    model[2].weight[1] = 0.0
+
+
+def read_before_and_behind(model: Any) -> None:
+    total = model[0].weight.sum()
+    model[0].weight.detach().mul_(1 - 0.01 * total.tanh())
+    model[0].weight.add_(0.01 * model[0].weight.sum().tanh())
+
+
+WRITES = [clamped, clamped_data, a_row_is_zero, read_before_and_behind]
+
+
+def written_in_the_step(level: str, write: Callable[[Any], None]) -> list[float]:
+    """Losses of a recorded step that ends in a write by the name that a layer has for its weight."""
+    model, optimizer = levelled(level)
+
+    @oc.to_static
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            write(model)
+        return loss.detach()
+
+    return [averaged(level, step(*mine(level, *batch))) for batch in batches()]
+
+
 def at_level(level: str) -> dict[str, list[float]]:
-    return {"two losses": two_losses(level)} | {how: frozen_between(level, how) for how in WAYS}
+    found = {"two losses": two_losses(level)} | {how: frozen_between(level, how) for how in WAYS}
+    return found | {write.__name__: written_in_the_step(level, write) for write in WRITES}
 
 
 @pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])

@@ -14,16 +14,18 @@ from torch.overrides import TorchFunctionMode
 
 from onecard.recorded import asked_gradient
 from onecard.train.modules import transformer
+from onecard.train.zero import blocks
 
 
 @contextmanager
 def recordable() -> Iterator[None]:
     """Inside, batch norm's count of batches is read as a number that may be another one at each replay, and encoders in
     evaluation take the path that they take without an onlooker (``transformer.recordable``); ``one_hot`` of a number of classes
-    does not look at the largest one on the host."""
+    does not look at the largest one on the host; parts of parameters (ZeRO) end with what was written to wholes."""
     sync = patch.object(batchnorm.SyncBatchNorm, "forward", _cumulative(batchnorm.SyncBatchNorm.forward))
     with patch.object(batchnorm, "float", _number, create=True), sync, transformer.recordable(), _Unread():
         yield
+        blocks.written_back()
 
 
 _grad: Any = Tensor.grad

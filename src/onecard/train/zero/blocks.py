@@ -200,7 +200,8 @@ class ParameterBlocks:
         """Parts are as the wholes that the program has written to."""
         with torch.no_grad():
             for piece in (piece for unit in self.units if unit.shown and unit.seen_outside for piece in unit.pieces):
-                if recorded.recorder is None or piece.was_written():  # a recording has no copies that change nothing
+                # A recording has no copies that change nothing; of ``p.data`` nobody knows.
+                if recorded.recorder is None or piece.was_written() or piece.lent:
                     piece.take_back()
 
     def only_parts(self) -> list[Unit]:
@@ -321,6 +322,12 @@ def as_parts(updates: Callable[[], bool]) -> Iterator[None]:
     yield
     for blocks, units in kept if not updates() else ():
         blocks.whole_again(units)
+
+
+def written_back() -> None:
+    """A step that is recorded ends: what it has written to wholes is the parts', as no hook brings it there at a replay's end."""
+    for blocks in [*reached.here]:
+        blocks.told()
 
 
 def of_marks(
