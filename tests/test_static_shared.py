@@ -333,6 +333,30 @@ def written_in_the_step(level: str, write: Callable[[Any], None]) -> list[float]
     return [averaged(level, step(*mine(level, *batch))) for batch in batches()]
 
 
+def kept_by_name(how: str) -> list[tuple[float, float, str]]:
+    """At p_g_os what a program keeps of a weight, before and behind an update, and what it is told."""
+    model, optimizer = levelled("p_g_os")
+    found = []
+    for get in (lambda w: w.data, lambda w: w.detach()[1:]):
+        kept = get(model[0].weight) if how == "kept" else get(model[0].weight).clone()
+        before = float(kept.sum())
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for batch in list(batches())[:2]:
+                F.cross_entropy(model(mine("p_g_os", *batch)[0]), mine("p_g_os", *batch)[1]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((before, float(kept.sum()), "; ".join(str(w.message) for w in told)))
+    return found
+
+
+def test_memory_of_a_weight_that_is_given_up_stays_with_who_keeps_it() -> None:
+    for before, behind, told in run_ranks(kept_by_name, 2, "kept")[0]:
+        assert before == behind and "keeps weight.data or weight.detach() of a parameter [8, 6] of block '0'" in told
+    for *_, told in run_ranks(kept_by_name, 2, "cloned")[0]:
+        assert told == ""
+
+
 def at_level(level: str) -> dict[str, list[float]]:
     found = {"two losses": two_losses(level)} | {how: frozen_between(level, how) for how in WAYS}
     return found | {write.__name__: written_in_the_step(level, write) for write in WRITES}

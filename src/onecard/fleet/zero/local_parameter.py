@@ -50,10 +50,11 @@ class PlainParameter:
         if self.memory is not None and all(alike(x, self.memory) for x in (p, self.twin)):
             mend(p, self.twin, self.owner.names[id(p)])
 
-    def lent(self) -> None:
+    def lent(self, given: Tensor) -> Tensor:
         """A program has the memory of the parameter, which may be one that is emptied again: it stays the program's."""
         if self.memory is None:
-            self.owner.blocks.lend(self.twin)
+            self.owner.blocks.lend(self.twin, given)
+        return given
 
     def accumulated(self) -> None:
         """The twin has its gradient."""
@@ -126,13 +127,16 @@ class _Handing:
     @property
     def data(self) -> Tensor:
         """The same values outside autograd; who is given them may keep them."""
-        of_local(self).lent()
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return of_local(self).lent(Tensor.data.__get__(self))  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Any) -> None:
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         of_local(self).given(self)
+
+    def detach(self) -> Tensor:
+        """As of any tensor; it may be kept until the parameter's memory is given up."""
+        return of_local(self).lent(Tensor.detach(self))  # type: ignore[arg-type]
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """As of any tensor; the hook is given the whole gradient, a distributed tensor."""

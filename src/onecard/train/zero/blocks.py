@@ -9,6 +9,7 @@ Source: FSDP (Zhao et al., arXiv 2304.11277).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from onecard import recorded
 from onecard._torch import names as _torch
@@ -184,11 +186,26 @@ class ParameterBlocks:
         unit.stays = unit.stays or torch.is_grad_enabled()
         reached.here.add(self)
 
-    def lend(self, x: Any) -> None:
+    def lend(self, x: Any, given: Tensor) -> None:
         """Somebody has the memory in which a parameter is whole, by its part: it is not emptied again, others are filled."""
         for piece in (piece for unit in self.units if unit.shown for piece in unit.pieces):
             if piece.x is x:
                 piece.lent = True
+                if recorded.recorder is None:
+                    piece.kept.append(TensorWeakRef(given))
+
+    def _tell_kept(self) -> None:
+        """A step later somebody still has memory that a parameter has no longer."""
+        for unit in self.units:
+            for piece in unit.pieces:
+                kept, piece.kept = piece.kept, []
+                if any(ref() is not None for ref in kept):
+                    warnings.warn(
+                        f"the program keeps weight.data or weight.detach() of a parameter {[*piece.whole_spec.shape]} of block "
+                        f"{unit.name!r}: whole parameters are given up after use, and what is kept has the values of that time. "
+                        "Keep what model.parameters() gives, which follows later updates, or a clone()",
+                        stacklevel=2,
+                    )
 
     def given(self, x: Any) -> None:
         """Somebody has ``part.data``, to which writes are not counted."""
@@ -221,6 +238,8 @@ class ParameterBlocks:
 
     def _begin(self) -> None:
         if _torch.graph_task() < 0:
+            if recorded.recorder is None:
+                self._tell_kept()
             for unit in self.units:  # shown since a forward without a backward: the program may have written to it
                 again = unit.shown and self._stays(unit)
                 unit.release(keep=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from onecard import recorded
 from onecard._torch import names as _torch
@@ -35,6 +36,7 @@ class GatheredParameter:
         self._part_at: Any = None
         self.part_given = False  # the program has the part's data, while the whole is shown
         self.lent = False  # the program has the memory of the whole (``kept = p.data``)
+        self.kept: list[TensorWeakRef] = []  # what it was given since the last forward
         self._shown_at = self._versions()
         self.forget(False, False)
         self.give_up()
