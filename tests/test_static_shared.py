@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import fleet
 from onecard.errors import RecordingError
-from onecard.static.guards.places import shared
 from onecard.testing import run_ranks
+from onecard.train.common_memory import shared
 
 CALLS = 9  # five are done as they are, or compared
 
@@ -355,6 +355,27 @@ def test_memory_of_a_weight_that_is_given_up_stays_with_who_keeps_it() -> None:
         assert before == behind and "keeps weight.data or weight.detach() of a parameter [8, 6] of block '0'" in told
     for *_, told in run_ranks(kept_by_name, 2, "cloned")[0]:
         assert told == ""
+
+
+def parted(how: str) -> list[str]:
+    """What is told of weights that have memory in common where each gets its own."""
+    fleet.init()
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    model[2].weight = model[0].weight  # one object: it stays one
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if how == "marks":
+            oc.shard_layer(model, oc.ProcessMesh([0, 1], ["dp"]))
+        else:
+            fleet.group_sharded_parallel(model, torch.optim.SGD(model.parameters(), 0.1), how)
+    return [str(w.message) for w in told]
+
+
+@pytest.mark.parametrize("how", ["marks", "p_g_os", "os"])
+def test_memory_in_common_that_is_parted_is_told(how: str) -> None:
+    told = run_ranks(parted, 2, how)[0]
+    assert len(told) == (how != "os") and all("0.weight has memory in common with 1.weight" in t for t in told), told
 
 
 def at_level(level: str) -> dict[str, list[float]]:

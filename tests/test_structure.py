@@ -79,7 +79,7 @@ FLOORS = {
     ],
     "train": [
         "lazy", "balance", "rates", "shard", "judged", "of_absent", "absent", "unmade", "converted", "norms", "summands",
-        "unreduced", "own_parameters", "data", "layer", "local_code", "zero", "modules",
+        "unreduced", "own_parameters", "common_memory", "data", "layer", "local_code", "zero", "modules",
     ],
     "checkpoint": ["format", "writer", "reader", "api"],
     "static": [

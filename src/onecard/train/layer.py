@@ -15,6 +15,7 @@ from onecard.comm.base import record
 from onecard.errors import LayoutError, OnecardError
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, reshard, shard_tensor
+from onecard.train.common_memory import tell_parted
 from onecard.train.lazy import refuse_lazy
 
 # Plain tensors whose place distributed ones have taken, with their names and those (``weakref``): an optimizer that holds one
@@ -70,6 +71,7 @@ def shard_layer(
     moved: dict[int, Any] = {}  # what has taken the place of a plain tensor, by its id
     kept: list[Any] = []  # the plain tensors, so that no id is used again
     refuse_lazy(module, "oc.shard_layer", LayoutError)
+    tell_parted(module, "shard_layer")
     shared = _shared(module)
     for name, submodule in list(module.named_modules()):
         before: dict[str, Any] = {**submodule._parameters, **submodule._buffers}

@@ -39,6 +39,7 @@ from onecard.fleet.zero.local_parameter import (
 from onecard.fleet.zero.written import ForwardWrites
 from onecard.pipeline.run import no_graph
 from onecard.tensor import DistTensor
+from onecard.train.common_memory import tell_parted
 from onecard.train.zero.blocks import BlockSpec, Hook, ParameterBlocks, Policy
 from onecard.train.zero.gathered import GatheredParameter
 from onecard.train.zero.master import exchange_all
@@ -82,6 +83,7 @@ class Sharded:
             become_local(p, twin, self, whole=level != "p_g_os")
         self.blocks: ParameterBlocks | None = None
         if level == "p_g_os":
+            tell_parted(model, "group_sharded_parallel at p_g_os")
             carried.install()  # conversions of a model: also where no grid was laid
             pieces = {}
             for p, twin in self.twins.items():

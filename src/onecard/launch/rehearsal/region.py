@@ -23,12 +23,12 @@ from onecard.comm.base import record
 from onecard.comm.base.record import Notice
 from onecard.comm.issue.message import COLLECTIVES
 from onecard.launch.rehearsal.region_recorder import RegionRecorder
-from onecard.static.guards.places import shared
 from onecard.static.step.facts import facts
 from onecard.static.step.phases import Phases
 from onecard.static.step.step import Input, RecordedStep
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.train.common_memory import shared
 
 
 class SecondStepEnded(BaseException):

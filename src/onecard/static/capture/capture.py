@@ -33,7 +33,7 @@ from onecard.static.guards.believed import believed
 from onecard.static.guards.conditions import asked
 from onecard.static.guards.held import NOTHING, HeldValues
 from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
-from onecard.static.guards.places import Places, is_nameless, shared
+from onecard.static.guards.places import Places, is_nameless
 from onecard.static.guards.ran import NotWatched, Ran, watched
 from onecard.static.guards.replaced import put_back
 from onecard.static.guards.results import taken_apart
@@ -47,6 +47,7 @@ from onecard.tensor.rows.one_call import seen_as
 from onecard.tensor.rows.rows import settle_left
 from onecard.tensor.spec import OWN
 from onecard.tensor.staged import is_read, stages_of
+from onecard.train.common_memory import shared
 from onecard.train.modules.recordable import recordable
 
 _KINDS = {"member": "parameter", "trained": "parameter", "object": "tensor", "group": "state"} | dict.fromkeys(
@@ -346,17 +347,15 @@ class Capture:
                 yield Effect("place", self.places(id(x), x), self._output(x))
 
     def _described(self) -> tuple[tuple[Input, ...], dict[int, Any]]:
-        inputs, constants = [], {}
-        shares = shared([*self.recorder.outside.values()])
+        inputs, values = list[Input](), [*self.recorder.outside.values()]
+        shares = shared(values)
         for i, (node, value) in enumerate(self.recorder.outside.items()):
             made = replace(self._describe(node, value), shares=shares.get(i, ()))
-            if made.kind == "constant":
-                constants[i] = value
             if (found := stages_of(value)) or is_read(value):
                 node.meta["stages"] = found  # of an earlier step; (): it reads this on every rank
             inputs.append(made)
             node.meta["input"] = made
-        return tuple(inputs), constants
+        return tuple(inputs), {i: value for i, value in enumerate(values) if inputs[i].kind == "constant"}
 
     def _describe(self, node: fx.Node, value: Any) -> Input:
         if node in self.numbers:

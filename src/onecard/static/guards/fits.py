@@ -21,12 +21,13 @@ from onecard.static.guards.before import STILL, options_of, values_of
 from onecard.static.guards.conditions import answered_otherwise
 from onecard.static.guards.hooked import HOOKS, TENSOR_HOOKS, same_code, same_keys, stands_for_another
 from onecard.static.guards.lookup import now_at
-from onecard.static.guards.places import at, module_at, optimizer_at, shared
+from onecard.static.guards.places import at, module_at, optimizer_at
 from onecard.static.guards.unchanged import differs, is_still
 from onecard.static.step.memory import GraphMemory
 from onecard.static.step.step import BESIDE, MISS, Input, RecordedStep, Where
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.train import unreduced
+from onecard.train.common_memory import shared
 from onecard.train.own_parameters import named_parameters, own_parameters
 
 _HELD = ("parameter", "buffer", "state", "tensor")

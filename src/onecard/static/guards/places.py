@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,37 +13,8 @@ from onecard.static.guards.before import Before
 from onecard.static.guards.hooked import stands_for_another
 from onecard.static.step import refusals
 from onecard.static.step.step import BESIDE, Where
-from onecard.tensor.deferred.calls import storage_of
 from onecard.train import unreduced
 from onecard.train.own_parameters import named_parameters, own_parameters
-
-
-def shared(values: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-    """For tensors in whose memory others lie the numbers of those: a module's own parameter and ZeRO's part of it, a flat vector
-    and its views, what ``state_dict()`` gave. Of two that meet otherwise, or are the same elements, the later has the earlier.
-
-    Example:
-        >>> flat = torch.zeros(6)
-        >>> shared([flat, flat[:2], flat[2:], flat[3:5], torch.zeros(2), flat[2:]])
-        {0: (1, 2, 3, 5), 2: (3,), 5: (2, 3)}
-    """
-    spans: dict[int, list[tuple[int, int, int]]] = {}
-    for i, x in enumerate(values):
-        if isinstance(x, Tensor) and x.layout is torch.strided and x.numel():
-            start = x.storage_offset() * x.itemsize
-            length = (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.itemsize
-            spans.setdefault(storage_of(x), []).append((int(start), int(start + length), i))
-    found = dict[int, set[int]]()
-    for sharing in spans.values():
-        sharing.sort(key=lambda span: (span[0], -span[1], -span[2]))
-        for at, (_, end, i) in enumerate(sharing):
-            for other, until, j in sharing[at + 1 :]:
-                if other >= end:
-                    break
-                # The first of them begins no later: it holds the other one, or that reaches beyond it.
-                holder, held = (i, j) if until <= end or j < i else (j, i)
-                found.setdefault(holder, set()).add(held)
-    return {i: tuple(sorted(found[i])) for i in sorted(found)}
 
 
 class Places:
