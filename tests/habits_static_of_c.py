@@ -166,7 +166,7 @@ def a_module_by_its_name() -> Habit:
 @habit
 def a_setting_of_torch() -> Habit:
     def change(i: int) -> None:
-        torch.backends.cudnn.benchmark = bool(i % 2)
+        torch._C._set_cudnn_benchmark(bool(i % 2))  # by its own name it may be forbidden by now
 
     change(0)
     return lambda x: x * (2.0 if torch.backends.cudnn.benchmark else 1.0), change

@@ -19,7 +19,7 @@ from onecard.static.code.spent import spent
 from onecard.static.guards.arguments import changed, is_like, modes, one_memory
 from onecard.static.guards.before import STILL, options_of, values_of
 from onecard.static.guards.conditions import answered_otherwise
-from onecard.static.guards.hooked import HOOKS, TENSOR_HOOKS, same_code, same_keys, stands_for_another
+from onecard.static.guards.hooked import HOOKS, same_code, same_keys, stands_for_another
 from onecard.static.guards.lookup import now_at
 from onecard.static.guards.places import at, module_at, optimizer_at
 from onecard.static.guards.unchanged import differs, is_still
@@ -30,6 +30,7 @@ from onecard.train import unreduced
 from onecard.train.common_memory import shared
 from onecard.train.own_parameters import named_parameters, own_parameters
 
+_HOOKS_OF_TENSORS = ("{}._backward_hooks", "{}._post_accumulate_grad_hooks")
 _HELD = ("parameter", "buffer", "state", "tensor")
 
 
@@ -204,7 +205,7 @@ class Fits(Source):
         standing = [p for p in every.values() if stands_for_another(p)]
         held += [self.slot(p.stands_for) for p in standing]
         hooks = [self.slot(getattr(module, kind)) for kind in HOOKS]
-        hooks += [self.code(f"{{}}.{kind}", p) for p in held for kind in TENSOR_HOOKS]
+        hooks += [self.code(words, p) for p in held for words in _HOOKS_OF_TENSORS]
         hooks += [self.slot(p.later_hooks) for p in standing]
         keys = self.code("({},)", self.joined(", ", (self.code("*({} or ())", h) for h in hooks)))
         known = self.fact((name, "hooks"), self.value(keys))
