@@ -357,6 +357,22 @@ def test_memory_of_a_weight_that_is_given_up_stays_with_who_keeps_it() -> None:
         assert told == ""
 
 
+def written_by_name() -> list[bool]:
+    """Whether memory is laid out anew for weights that a program has written to by name, and keeps nothing of."""
+    model, _ = levelled("p_g_os")
+    pieces = [piece for unit in model._sharded.blocks.units for piece in unit.pieces]
+    before = [piece._buffer for piece in pieces]
+    for _ in range(2):
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        model(torch.ones(2, 6)).sum().backward()
+    return [piece.lent or piece._buffer is not was for piece, was in zip(pieces, before, strict=True)]
+
+
+def test_what_is_written_by_name_lends_no_memory() -> None:
+    assert not any(run_ranks(written_by_name, 2)[0])
+
+
 def parted(how: str) -> list[str]:
     """What is told of weights that have memory in common where each gets its own."""
     fleet.init()

@@ -150,7 +150,9 @@ class _Handing:
         if id(self) in memo:
             return memo[id(self)]
         me: Any = self
-        made = memo[id(self)] = nn.Parameter(me.detach().clone(memory_format=torch.preserve_format), me.requires_grad)
+        made = memo[id(self)] = nn.Parameter(
+            Tensor.detach(me).clone(memory_format=torch.preserve_format), me.requires_grad
+        )
         return made
 
 

@@ -148,7 +148,7 @@ class GatheredParameter:
         """What was written to the whole that the module sees is the part's; elsewhere the part may have been written to."""
         alike = not self.part_was_written()
         self.mend()
-        own, part = Cut(self.x, self.seen.detach(), self.layout, self.axis, self.dim).own(), self.x._local
+        own, part = Cut(self.x, Tensor.detach(self.seen), self.layout, self.axis, self.dim).own(), self.x._local
         part.copy_(own if self._was is None else torch.where(own == self._was, part, own))
         if self._was is not None:
             self._was.copy_(own)
