@@ -125,6 +125,13 @@ def how_many_files_there_are() -> Habit:
 
 
 @habit
+def the_size_of_a_file_by_its_state() -> Habit:
+    path = Path(tempfile.mkdtemp()) / "log"
+    path.write_text("a")
+    return lambda x: x * path.stat().st_size, lambda i: path.write_text("a" * (i + 2))
+
+
+@habit
 def a_variable_of_the_process_in_a_text() -> Habit:
     os.environ["ONECARD_TEST_RATE"] = "1.0"
     change: Callable[[int], Any] = lambda i: os.environ.__setitem__("ONECARD_TEST_RATE", str(i + 0.5))  # noqa: E731

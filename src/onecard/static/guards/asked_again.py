@@ -49,7 +49,9 @@ def _answer(f: Any, *args: Any) -> Any:
         found = f(*args)
     except OSError as fault:
         return str(fault)
-    return tuple(found) if isinstance(found, list | os.stat_result) else found
+    if isinstance(found, os.stat_result):  # when somebody has read it changes nothing
+        return _changes(found)
+    return tuple(found) if isinstance(found, list) else found
 
 
 def file_that_is_read(f: Any, name: str, args: list[Any]) -> Any:
@@ -70,9 +72,12 @@ def file_that_is_read(f: Any, name: str, args: list[Any]) -> Any:
 def state_of(path: Any) -> tuple[int, ...]:
     """What changes of a file when somebody writes to it."""
     try:
-        state = os.stat(path)
+        return _changes(os.stat(path))
     except OSError:
         return ()
+
+
+def _changes(state: os.stat_result) -> tuple[int, ...]:
     return state.st_ino, state.st_size, state.st_mtime_ns
 
 
