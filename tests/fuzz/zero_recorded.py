@@ -40,9 +40,10 @@ class RecordedRun(Run):
         self.between = r.choice(("", "clip", "clip", "halve", "replace", "decay"))
         self.first, self.again, self.micro = r.random() < 0.5, r.random() < 0.4, r.choice((1, 1, 2))
         step: Any = self.step
+        merged = r.random() < 0.4
         if self.how:
             warnings.filterwarnings("ignore", ".*is recorded anew|.*recordings, and none fits")
-            step = oc.to_static(self.step)
+            step = oc.to_static(self.step, k_steps=self._microbatches(merged))
         changes = [[r.choice(CHANGES) for _ in range(2) if r.random() < 0.2] for _ in range(CALLS)]
         for call, todo in enumerate(changes):
             x, y = self.batch(1000 * self.program.seed + call)
@@ -51,6 +52,12 @@ class RecordedRun(Run):
             self.number = call
             for what in todo:
                 self.do(what)
+
+    def _microbatches(self, wanted: bool) -> int:
+        """In how many a batch is cut: not where that is refused, or means something else (the statistics of batch norm)."""
+        gathered = self.how and (self.how["stage"] == "p_g_os" or self.how.get("blocks"))
+        plain = self.first and self.micro == 1 and not self.again and "batch norm" not in self.program.kinds
+        return 2 if wanted and plain and not gathered else 1
 
     def step(self, x: Tensor, y: Tensor) -> list[Tensor]:
         """What is recorded."""

@@ -233,7 +233,8 @@ def mend(p: Any, twin: Any, name: str) -> None:
         FleetError: of another dtype, shape or device.
     """
     local = of_local(p)
-    given = [x for x in (p.detach(), twin._local) if not same_memory(x, local.memory)]
+    # No operator looks: in a step that is written down without being done its result would have other memory.
+    given = [x for x in (p, twin._local) if not same_memory(x, local.memory)]
     if given:
         local.memory = adopted(given[-1], local.memory, name, "group_sharded_parallel")
         _torch.set_data(p, local.memory)

@@ -105,10 +105,10 @@ class ShardedOptimizer:
         """What a program has given a parameter (``p.data = ...``) is its twin's memory, too."""
         for p, twin in self._twins.items():
             whole = not any(twin._spec.layout.dims)  # a part is that of a step that was interrupted
-            if whole and not same_memory(p.detach(), twin._local):
+            if whole and not same_memory(p, twin._local):
                 what = f"a parameter {list(twin.shape)}"
                 twin._local = adopted(p, twin._local, what, "fleet.distributed_optimizer(sharding_degree)")
-                if not same_memory(p.detach(), twin._local):
+                if not same_memory(p, twin._local):
                     p.data = twin._local
 
     def _show(self, optimizer: Optimizer) -> None:

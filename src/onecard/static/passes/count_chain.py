@@ -103,6 +103,8 @@ class Chain:
             return False
         if counting(node):
             return self._is(node, SUM, 1)
+        if node.target is again.message:
+            return self._gathered(node) and self._is(node, EACH, 0)
         if not isinstance(node.target, OpOverload) or effects(node):
             return False
         what, degree = self._early(node, given)
@@ -118,6 +120,19 @@ class Chain:
             self.lie[one] = kind  # type: ignore[assignment]
         self.fixed.difference_update(changed)
         self.filled.difference_update(changed)
+        return True
+
+    def _gathered(self, node: fx.Node) -> bool:
+        """Whether a message gathers the ranks' rows, one rank's after the other's; where they come to lie is noted."""
+        into, sent, kind, rest, *_ = node.args
+        rows = self.lie.get(sent)  # type: ignore[arg-type]
+        made_for_it = self.once.memory.roots[into] == {into} and into not in self.once.head  # type: ignore[index]
+        if kind != "all_gather_into_tensor" or rows is None or (rows.dim, rows.before) != (0, 1) or not made_for_it:
+            return False
+        self.rows.add(into)  # type: ignore[arg-type]
+        self.fixed.discard(into)  # type: ignore[arg-type]
+        self.filled.discard(into)  # type: ignore[arg-type]
+        self.lie[into] = replace(rows, size=rows.size * rest[0])  # type: ignore
         return True
 
     def _is(self, node: fx.Node, what: str, degree: int) -> bool:
