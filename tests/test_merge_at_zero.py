@@ -15,7 +15,7 @@ import onecard as oc
 from onecard import fleet
 from onecard.testing import run_ranks
 
-MARKS, HAND = ("dp", "stage 1", "stage 2"), ("os", "os_g")
+MARKS, HAND = ("dp", "stage 1", "stage 2", "blocks"), ("os", "os_g", "p_g_os")
 CALLS = 4  # the third is compared
 
 
@@ -52,7 +52,8 @@ def _trained(level: str, loss_of: Callable[[Tensor, Tensor], Tensor], width: int
         oc.shard_layer(net, mesh)
         stages = {"stage 1": oc.ShardingStage1, "stage 2": oc.ShardingStage2, "stage 3": oc.ShardingStage3}
         made = torch.optim.AdamW(net.parameters(), 0.05)
-        made = oc.shard_optimizer(made, stages[level]("dp", mesh) if level in stages else None)
+        blocks = oc.ShardingStage3("dp", mesh, model=net) if level == "blocks" else None
+        made = oc.shard_optimizer(made, stages[level]("dp", mesh) if level in stages else blocks)
     else:
         made = torch.optim.AdamW(net.parameters(), 0.05)
 

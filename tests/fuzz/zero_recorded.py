@@ -55,9 +55,8 @@ class RecordedRun(Run):
 
     def _microbatches(self, wanted: bool) -> int:
         """In how many a batch is cut: not where that is refused, or means something else (the statistics of batch norm)."""
-        gathered = self.how and (self.how["stage"] == "p_g_os" or self.how.get("blocks"))
         plain = self.first and self.micro == 1 and not self.again and "batch norm" not in self.program.kinds
-        return 2 if wanted and plain and not gathered else 1
+        return 2 if wanted and plain else 1
 
     def step(self, x: Tensor, y: Tensor) -> list[Tensor]:
         """What is recorded."""

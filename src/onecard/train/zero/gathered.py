@@ -55,12 +55,6 @@ class GatheredParameter:
         """
         kept = self._facts["dtype"], self._facts["device"]
         for now in (p for p in (self.seen, self.x) if (p.dtype, p.device) != kept):
-            if recorded.recorder is not None and now.is_meta:
-                raise DispatchError(
-                    "a step in microbatches (k_steps=) is first looked at without being done, which parameters that are gathered "
-                    'block by block do not allow (group_sharded_parallel at "p_g_os"): call the recorded step once for each '
-                    'microbatch, or take "os_g"'
-                )
             raise DispatchError(
                 f"a parameter {list(self.whole_spec.shape)}, of which a rank keeps a part, is now {now.dtype} on "
                 f"{now.device}, and was {kept[0]} on {kept[1]} when its memory was laid out: convert the model before "
@@ -104,7 +98,9 @@ class GatheredParameter:
     def _give(self, value: Tensor | None) -> None:
         """The plain parameter's memory is that of a tensor, or none."""
         with recorded.unrecorded():
-            _torch.set_data(self.seen, self._buffer.new_empty(0) if value is None else value)
+            # None is of no other tensor: in a step that is only looked at, what is made of one is on no device.
+            none = torch.empty(0, dtype=self._buffer.dtype, device=self._buffer.device)
+            _torch.set_data(self.seen, none if value is None else value)
         if recorded.recorder is not None:
             recorded.recorder.renamed(self.seen, value)
 
