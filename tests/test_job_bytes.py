@@ -12,8 +12,8 @@ import onecard as oc
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from jobs import JOBS, _sent, priced, program
 
-BIG = [job for job in JOBS if job.name in ("tp=2", "dp=2 x tp=2")]
-"""Those of which a bigger network leaves more sums to the optimizer."""
+BIG = [job for job in JOBS if job.name in ("tp=2", "dp=2 x tp=2", "tp=2 x pp=2")]
+"""Those of which a bigger network leaves more sums to the optimizer, or hands on gradients that the stage before would sum."""
 
 
 @pytest.mark.share(1)

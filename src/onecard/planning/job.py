@@ -37,7 +37,8 @@ class PieceCost:
             along ep have others; batch: bytes of the step's arguments;
             lives: when its tensors are made and dropped.
         joined: (bytes sent, seconds) of messages of its forward that sum what an earlier piece has made, by axis: they are not
-            sent where a pipeline is cut ahead of it, as what crosses is summed on the other side.
+            sent where a pipeline is cut ahead of it, as what crosses is summed on the other side. handed: the same of its
+            backward that sum gradients for an earlier piece: half of it is sent, as each rank hands on its part.
     """
 
     name: str
@@ -61,6 +62,7 @@ class PieceCost:
     batch: int = 0
     lives: PieceLives = field(default=NO_LIVES, repr=False)
     joined: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    handed: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:

@@ -36,6 +36,7 @@ class _Spent:
     macs: int = 0
     macs_back: int = 0
     joined: dict[str, tuple[int, float]] = field(default_factory=dict)
+    handed: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
 def _name(axis: str) -> str:
@@ -73,6 +74,7 @@ class Pieces:
         self.names = [BEFORE, *blocks, AFTER] if blocks else [BEFORE]
         self.alike = [1, *blocks.values(), 1] if blocks else [1]
         self.at: dict[fx.Node, int] = {}
+        self._order = {node: i for i, node in enumerate(self.nodes)}
         self._forward()
         self.owners = self._owners()
         self._trained = {effect.where for effect in recording.effects if effect.kind == "gradient"}
@@ -204,15 +206,26 @@ class Pieces:
         self._join(spent, node, found, seconds)
 
     def _join(self, spent: _Spent, node: fx.Node, found: NodeCost, seconds: float) -> None:
-        """Count a message that sums what an earlier piece has made, and the wait for it."""
+        """Count a message that sums what an earlier piece has made, or gradients for an earlier piece, and the wait for it."""
         message = waits_for(node) if is_wait(node) else node
-        if message is None or not self.is_forward(node) or not is_message(message) or kind_of(message) != "all_reduce":
+        if message is None or not is_message(message) or kind_of(message) != "all_reduce":
             return
-        makers = {block[0] for given in message.all_input_nodes for block in self.live.blocks_of(given)}
-        if makers and all(self.at.get(maker, self.at[message]) < self.at[message] for maker in makers):
-            axis = _name(axis_of(message))
-            nbytes, took = spent.joined.get(axis, (0, 0.0))
-            spent.joined[axis] = nbytes + found.sent, took + seconds
+        forward = self.is_forward(node)
+        others = self._makers(message) if forward else self._readers(message)
+        if others and all(self.at.get(other, self.at[message]) < self.at[message] for other in others):
+            axis, counted = _name(axis_of(message)), spent.joined if forward else spent.handed
+            nbytes, took = counted.get(axis, (0, 0.0))
+            counted[axis] = nbytes + found.sent, took + seconds
+
+    def _makers(self, message: fx.Node) -> set[fx.Node]:
+        return {block[0] for given in message.all_input_nodes for block in self.live.blocks_of(given)}
+
+    def _readers(self, message: fx.Node) -> set[fx.Node]:
+        """Who takes what a message has summed, where it lies, or as a wait gives it; of optimizers and results nobody."""
+        summed = {message, *message.all_input_nodes}
+        summed |= {user for user in message.users if is_wait(user)}
+        here = self._order[message]
+        return {user for n in summed for user in n.users if self._order.get(user, -1) > here and user not in summed}
 
     def _cost(self, i: int, spent: _Spent, lives: PieceLives) -> PieceCost:
         # A product has two gradients, each as much work as itself; what is more is forward, done again.
@@ -223,7 +236,7 @@ class Pieces:
             dict(spent.sent), spent.macs + spent.macs_back, again, memory.kept[i], memory.peak[i] - memory.kept[i],
             memory.first[i] - memory.kept[i], memory.output[i], tuple(self.tensors(i)), memory.gradients[i],
             self.frozen(i), self.pending(i), tuple(self.tensors(i, experts=True)), 0 if i else self._batch(), lives,
-            spent.joined,
+            spent.joined, spent.handed,
         )  # fmt: skip
 
     def _batch(self) -> int:

@@ -22,7 +22,8 @@ class StageCost:
         runs: the pieces.
         output: bytes that it sends to the next stage for one microbatch.
         at_cuts: (bytes sent, seconds) beyond its pieces', by axis, of one microbatch: what the next stage would sum it scatters
-            among the ranks of the axis, each of which hands on its part; what it is given itself is summed.
+            among the ranks of the axis, each of which hands on its part; what it is given itself is summed. So are gradients
+            that it would sum for the stage before.
     """
 
     runs: tuple[Run, ...]
@@ -94,15 +95,15 @@ def stages_of(pieces: Sequence[PieceCost], other: Sequence[PieceCost], plan: Pla
 
 def _at_cuts(i: int, stages: Sequence[StageCost]) -> dict[str, tuple[int, float]]:
     """Of an all-reduce half is a reduce-scatter. The transfer does the other half: each rank sends its part to all."""
-    found = {axis: (nbytes // 2, took / 2) for axis, (nbytes, took) in _joined(stages[i + 1 : i + 2]).items()}
-    for axis, (nbytes, took) in _joined(stages[i : i + 1] if i else ()).items():
-        before = found.get(axis, (0, 0.0))
-        found[axis] = before[0] - nbytes, before[1] - took
+    found: dict[str, tuple[int, float]] = {}
+    mine, following = (next(s.pieces(), None) for s in (stages[i], stages[(i + 1) % len(stages)]))
+    halves = [(following.joined, 1)] if following and i + 1 < len(stages) else []
+    halves += [(mine.joined, -2), (mine.handed, -1)] if mine and i else []
+    for messages, count in halves:
+        for axis, (nbytes, took) in messages.items():
+            before = found.get(axis, (0, 0.0))
+            found[axis] = before[0] + count * nbytes // 2, before[1] + count * took / 2
     return found
-
-
-def _joined(stages: Sequence[StageCost]) -> Mapping[str, tuple[int, float]]:
-    return next((piece.joined for stage in stages for piece in stage.pieces()), {})
 
 
 def _sizes(blocks: int, count: int, plan: Plan) -> Sequence[int]:
