@@ -118,6 +118,38 @@ def test_between_steps_as_on_one_card(level: str, wrapped: bool) -> None:
     run_ranks(between, 2, level, wrapped)
 
 
+def with_more(model: Any, part: Any) -> list[float]:
+    """A layer, a parameter and a buffer that come to what ``distributed_model`` returned, and go."""
+    optimizer, draws, seen = torch.optim.SGD(model.parameters(), 0.1), torch.Generator().manual_seed(1), list[float]()
+    for step in range(7):
+        if step == 2:
+            model.extra = seeded(nn.Linear, 2, 2)
+            model.gain = nn.Parameter(torch.ones(2))
+            model.register_buffer("shift", torch.full((2,), 0.5))
+            optimizer.add_param_group({"params": [*model.extra.parameters(), model.gain]})
+        if step == 5:
+            del model.extra
+        out = model(part(torch.randn(8, 4, generator=draws)))
+        out = model.extra(out) if hasattr(model, "extra") else out
+        out = out * model.gain + model.shift if step >= 2 else out
+        out.square().mean().backward()
+        seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {"gain", "shift"} <= {*model.state_dict()} and "extra.weight" not in model.state_dict()
+    return seen
+
+
+def on_the_wrapper() -> None:
+    hcg = begin(dp=2)
+    found = with_more(fleet.distributed_model(seeded(Net)), lambda x: x.chunk(2)[hcg.data().index])
+    assert found == pytest.approx(with_more(seeded(Net), lambda x: x), rel=1e-4)
+
+
+def test_what_is_set_on_the_wrapper_is_the_models() -> None:
+    run_ranks(on_the_wrapper, 2)
+
+
 def masked(out: int) -> None:
     begin(mp=2)
     one, draws = seeded(nn.Linear, 4, out), torch.Generator().manual_seed(2)

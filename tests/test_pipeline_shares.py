@@ -143,6 +143,10 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "chosen by the output": (lambda out, y: out[out > 0.4].mean(), "decided by what the model returns"),
     "the largest": (lambda out, y: ce(out, y, reduction="none").topk(3).values.mean(), r"topk\(\) takes from all"),
     "a tuple": (lambda out, y: (ce(out, y), 1), r"your_loss\(out, labels\)\[0\]"),
+    "at most": (lambda out, y: ce(out, y).clamp(max=9.0), "clamp at .* is not linear in what all rows give together"),
+    "at least": (lambda out, y: F.relu(ce(out, y) - 0.1), "relu at .* is not linear"),
+    "a distance of means": (lambda out, y: ce(out, y) + out.mean().abs(), "abs at .* is not linear"),
+    "a branch of means": (lambda out, y: (z := ce(out, y)) * torch.where(z > 9.0, 0.1, 1.0), "gt at .* is not linear"),
 }
 
 
@@ -216,6 +220,81 @@ def test_finding_out_leaves_nothing_behind() -> None:
             assert found[0] == found[2] != [0.25] * 4
         assert noted.calls <= 20, noted.calls
         assert torch.equal(before, torch.get_rng_state()) and noted.mean == 0
+
+
+def lost(shares: Shares, out: Tensor, y: Tensor) -> Tensor:
+    """The loss of the batch, put together as a pipeline does."""
+    parts, found, weights = y.split(2), list[Any](), None
+    for i, part in enumerate(out.split(2)):
+        loss, weights = shares.lose(part, i, parts, y, [2] * 4, weights)
+        found.append(loss)
+    return torch.stack([loss * w for loss, w in zip(found, weights or [], strict=True) if loss is not None]).sum()
+
+
+class Changing:
+    """A loss that divides by something else from some step on."""
+
+    def __init__(self, *kinds: Loss) -> None:
+        self.kinds, self.now = kinds, 0
+
+    def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+        return self.kinds[self.now](out, y)
+
+
+@pytest.mark.parametrize("names", [
+    ("a mean", "ignored labels"), ("ignored labels", "a sum"), ("ignored labels", "weights of classes"),
+    ("smoothed", "a mask by hand"), ("a mean", "a sum", "ignored labels", "a mean"),
+])  # fmt: skip
+def test_a_loss_that_changes_is_seen_again(names: tuple[str, ...]) -> None:
+    loss = Changing(*(MEANS[name] for name in names))
+    shares = Shares(loss)
+    for step in range(2 * len(names)):
+        loss.now = step // 2
+        close(lost(shares, *batch()), loss(*batch()), (names, step))
+
+
+def test_settings_of_a_module_that_change_are_seen_again() -> None:
+    loss = nn.CrossEntropyLoss()
+    shares = Shares(lambda out, y: loss(out.flatten(0, 1), y.flatten().clamp(min=0)))
+    changes: list[dict[str, Any]] = [
+        {}, {"reduction": "sum"}, {"reduction": "mean", "ignore_index": 0}, {"weight": WEIGHT}, {"weight": WEIGHT.flip(0)},
+    ]  # fmt: skip
+    for change in changes:
+        for name, value in change.items():
+            setattr(loss, name, value)
+        close(lost(shares, *batch()), shares.loss_fn(*batch()), change)
+
+
+def test_a_branch_on_a_microbatchs_values_is_told() -> None:
+    def clipped(out: Tensor, y: Tensor) -> Tensor:
+        found = ce(out, y.clamp(min=0))
+        return found if found.item() < 2.2 else found * 0
+
+    out, y = batch(ignored=False)
+    assert len({ce(a, b).item() < 2.2 for a, b in zip(out.split(2), y.split(2), strict=True)}) == 2
+    with pytest.warns(UserWarning, match="other operators for microbatch . than for the first one"):
+        lost(Shares(clipped), out, y)
+
+
+def test_numbers_that_earlier_stages_hand_on_are_means_over_rows() -> None:
+    """Those of an auxiliary loss; what is the same for all microbatches (a scale that is learned) fits every weight."""
+    out, y = batch()
+    both: Loss = lambda out, y: ce(out[0], y) + 0.3 * out[1]  # noqa: E731
+    mean: Loss = lambda out, y: out[0].square().mean() + 0.3 * out[1]  # noqa: E731
+    scaled: Loss = lambda out, y: ce(out[0] * out[1], y)  # noqa: E731
+    numbers = out.square().mean((1, 2)).view(4, 2).mean(1)
+
+    def made(loss: Loss, of_each: Tensor) -> Tensor:
+        shares, parts, found, weights = Shares(loss), y.split(2), list[Tensor](), None
+        for i, part in enumerate(out.split(2)):
+            each, weights = shares.lose((part, of_each[i]), i, parts, y, [2] * 4, weights)
+            found.append(torch.zeros(()) if each is None else each * weights[i])
+        return torch.stack(found).sum()
+
+    close(made(mean, numbers), mean((out, numbers.mean()), y), "one divisor")
+    close(made(scaled, torch.full((4,), 1.5)), scaled((out, torch.tensor(1.5)), y), "a scale")
+    with pytest.raises(ScheduleError, match=r"an auxiliary loss.*no weight fits both"):
+        made(both, numbers)
 
 
 # On ranks

@@ -110,14 +110,37 @@ class DistributedModel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # As on one card: model.head = nn.Linear(...) exchanges the model's head, model.scale = 0.5 is what its forward reads.
-        # What is read of the model (__getattr__) is written there, too: all but what the wrapper has itself.
+        # What is read of the model (__getattr__) is written there, too: all but what the wrapper has itself. A layer or a
+        # parameter that is new is the model's.
         inner = self.__dict__.get("_modules", {}).get("module")
         own = name in self.__dict__ or hasattr(type(self), name) or "_compared" not in self.__dict__
         own |= name.startswith("_") and type(self) is not DistributedModel
-        if inner is not None and not own and hasattr(inner, name):
+        if inner is not None and not own and (isinstance(value, nn.Module | nn.Parameter) or hasattr(inner, name)):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        try:
+            super().__delattr__(name)
+        except AttributeError:
+            delattr(self.module, name)
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        """As of the model."""
+        self.module.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        """As of the model."""
+        self.module.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        """As of the model."""
+        self.module.add_module(*args, **kwargs)
+
+    def register_module(self, *args: Any, **kwargs: Any) -> None:
+        """As of the model."""
+        self.module.register_module(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_members": None, "_family": None}

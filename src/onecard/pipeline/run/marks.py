@@ -205,9 +205,13 @@ class _MarkedWalk(Walk):
 
     def _program(self, i: int) -> Tensor | None:
         out = self.runner.model(self.inputs[i])
-        if self.weights is None:
-            self.weights = shares.shares_of(self.runner.loss_fn).of(out, i, self.targets, self.whole, self.sizes)
-        return _weighted(self.runner.loss_fn, out, self.targets[i], self.weights[i])
+        if self.runner.loss_weight is None:
+            seen = shares.shares_of(self.runner.loss_fn)
+            loss, self.weights = seen.lose(out, i, self.targets, self.whole, self.sizes, self.weights)
+        else:
+            assert self.weights is not None
+            loss = self.runner.loss_fn(out, self.targets[i]) if _is_there(self.weights[i]) else None
+        return None if loss is None else _weighted(one_number(loss), self.weights[i])
 
     def _forward(self, position: int, action: Action) -> None:
         _, stage, i = action
@@ -228,12 +232,16 @@ class _MarkedWalk(Walk):
         self.note(action, microbatch.began)
 
 
-def _weighted(loss_fn: Callable[[Any, Any], Any], out: Any, labels: Any, weight: Any) -> Tensor | None:
-    """A microbatch's part of the loss; None of one that has no part in it, on all ranks alike."""
+def _is_there(weight: Any) -> bool:
+    """Whether a microbatch has a part in the loss, on all ranks alike; a replay of a recording asks itself."""
+    return (isinstance(weight, Tensor) and recorded.recorder is not None) or bool(weight)
+
+
+def _weighted(loss: Tensor, weight: Any) -> Tensor:
+    """A microbatch's part of the loss."""
     if isinstance(weight, Tensor) and recorded.recorder is not None:  # a replay has other labels
-        loss = one_number(loss_fn(out, labels))
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight
-    return one_number(loss_fn(out, labels)) * float(weight) if weight else None
+    return loss * float(weight)
 
 
 def _meshes(model: Any) -> list[ProcessMesh]:

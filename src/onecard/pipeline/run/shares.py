@@ -3,38 +3,30 @@
 A loss is a sum over samples, tokens, elements, divided by how many of them count. Over what is not asked but seen: the loss is
 called with a few rows of the labels, apart and together, and that divisor is its own under which the loss of all rows follows
 from those of the parts. Candidates are the samples, nothing at all (a sum), and every number that the loss divides by and that
-is computed from its labels alone: the labels that are not ignored, weights of classes, masks.
+is computed from its labels alone: the labels that are not ignored, weights of classes, masks. Whether it is such a sum
+is known by the rules of what it calls, where they know; and it is seen again wherever it calls something else.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onecard import recorded
-from onecard._torch.names import fakes, tree_leaves, tree_map
-from onecard.comm.base.state import Kept, random_state
+from onecard._torch.names import fakes, tree_leaves
+from onecard.comm.base.state import Kept
 from onecard.errors import ScheduleError
-from onecard.pipeline.run.stage import one_number
-from onecard.pipeline.run.traced import Made, Trace, Unknown
-from onecard.tensor.convert import unshard
+from onecard.pipeline.run.loss_calls import LossCalls, takes_together
+from onecard.pipeline.run.loss_probe import HOW, NOTHING, SAMPLES, Divisor, LossProbe, apart, untouched, without_rows
+from onecard.pipeline.run.traced import Made, Unknown
 from onecard.tensor.dist_tensor import DistTensor
-
-WAVE = 997  # numbers that stand-ins repeat
-LARGE = 1 << 16  # elements of a row
-ROWS = 128  # of the labels, among which two are looked for that count for more and for less
-SAMPLES, NOTHING = "samples", "nothing"
-Divisor = str | int  # the i-th number that the loss was seen to divide by
-
-_HOW = (
-    "say what a microbatch's loss is a mean over, a function of its labels: loss_weight=lambda labels: (labels != -100).sum(), "
-    "or loss_weight=len for samples"
-)
+from onecard.tensor.staged import is_elsewhere
 
 
 class Shares:
@@ -48,6 +40,77 @@ class Shares:
         self.loss_fn = loss_fn
         self._left: list[Divisor] | None = None
         self._numbers: list[Made] = []
+        # Values that are no rows: where they differ, each is of its own microbatch.
+        self._without_rows: list[Tensor] = []
+        self._calls: tuple[int, Any] | None = None  # what the loss called when it was judged, with which shapes
+        self._judged: dict[int, tuple[list[Divisor], list[Made], list[Tensor]]] = {}
+        self._told = False
+
+    def lose(
+        self, value: Any, i: int, parts: Sequence[Any], whole: Any, sizes: Sequence[int], weights: list[Any] | None
+    ) -> tuple[Any, list[Any]]:
+        """The loss of microbatch ``i``, None of one that weighs nothing, and what each weighs.
+
+        Args:
+            weights: what was found for a microbatch ahead of it; None of the first one. The rest as of ``of``.
+
+        Raises:
+            ScheduleError: see ``of``.
+        """
+        begins = weights is None
+        weights = self.of(value, i, parts, whole, sizes) if weights is None else weights
+        counts = isinstance(weights[i], Tensor) or bool(weights[i])
+        if self._left is None or len(parts) == 1 or recorded.recorder is not None or fakes():
+            return self.loss_fn(value, parts[i]) if counts else None, weights
+        if not counts and not begins:
+            return None, weights
+        if not begins:
+            self._check_values(value)
+        shapes = [x.shape for x in tree_leaves(value) if isinstance(x, Tensor)]
+        # The first one says what the loss calls now, even where it weighs nothing by what it called before.
+        with LossCalls(value, parts[i]) as calls, nullcontext() if counts else suppress(Exception):
+            loss = self.loss_fn(value, parts[i])
+        if begins:
+            if self._calls is not None and calls.key != self._calls[0]:
+                weights = self._of_others(calls.key, value, i, parts, whole, sizes)
+            self._calls = calls.key, shapes
+            self._judged.setdefault(calls.key, (self._left, self._numbers, self._without_rows))
+        elif self._calls is not None and (calls.key != self._calls[0] and shapes == self._calls[1]):
+            self._tell_branch(i)
+        return (loss if weights[i] else None), weights
+
+    def _of_others(
+        self, key: int, value: Any, i: int, parts: Sequence[Any], whole: Any, sizes: Sequence[int]
+    ) -> list[Any]:
+        """The weights where the loss calls other operators than when it was judged, or with other settings."""
+        if key in self._judged:
+            self._left, self._numbers, self._without_rows = self._judged[key]
+        else:
+            self._judge(value, sizes[i], whole)
+            while len(self._judged) >= KNOWN:
+                self._judged.pop(next(iter(self._judged)))
+        return self.of(value, i, parts, whole, sizes)
+
+    def _tell_branch(self, i: int) -> None:
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"the loss calls other operators for microbatch {i} than for the first one: a branch on values goes by each "
+                "microbatch's own, where one card asks the whole batch once. What is decided for the batch should be computed "
+                "ahead of the step; what is for a row belongs in torch.where(condition, a, b)",
+                stacklevel=2,
+            )
+
+    def _check_values(self, value: Any) -> None:
+        """What has no rows, and differs between microbatches, is a mean over rows of each, which weighs as many."""
+        now = map(_here, without_rows(value, 0))
+        if self._without_rows and not all(map(torch.equal, now, self._without_rows)):
+            raise ScheduleError(
+                "the loss is a mean over what its labels count, and an earlier stage hands on a number of its own for each "
+                "microbatch (an auxiliary loss), which is a mean over rows: no weight fits both. Return the auxiliary values as "
+                "one for each row, and take their mean with the same mask; or divide the loss by a number of the batch that the "
+                f"labels hold for each row; or {HOW}"
+            )
 
     def of(self, value: Any, i: int, parts: Sequence[Any], whole: Any, sizes: Sequence[int]) -> list[Any]:
         """The weight of each microbatch's loss: numbers, or tensors where a step is recorded.
@@ -66,14 +129,17 @@ class Shares:
             return by_samples
         if self._left is None:
             self._judge(value, sizes[i], whole)
-        found = self._weights(parts, whole, by_samples)
-        if not _alike(found):
+        try:
+            found = self._weights(parts, whole, by_samples)
+        except ScheduleError:  # labels of another kind than those that were seen
+            found = []
+        if not found or not _alike(found):
             self._judge(value, sizes[i], whole)
             found = self._weights(parts, whole, by_samples)
             if not _alike(found):
                 raise ScheduleError(
                     "what the loss is a mean over cannot be told (it draws random numbers, or is none for a few rows), and it "
-                    f"matters for these labels: {_HOW}"
+                    f"matters for these labels: {HOW}"
                 )
         return found[0]
 
@@ -93,21 +159,31 @@ class Shares:
 
     def _judge(self, value: Any, rows: int, whole: Any) -> None:
         """Keep the divisors under which the loss of three rows follows from that of one and that of two."""
-        probe = _Probe(self.loss_fn, value, rows, whole)
-        with recorded.unrecorded(), torch.no_grad(), _untouched(self.loss_fn, probe.device):
+        probe = LossProbe(self.loss_fn, value, rows, whole)
+        lone = without_rows(value, rows)
+        with recorded.unrecorded(), torch.no_grad(), untouched(self.loss_fn, probe.device):
             trace = probe.look([0, probe.count - 1], (0, 2))[1]
-            chosen = _apart(trace.divisors, whole, probe.count)
+            chosen = apart(trace.divisors, whole, probe.count)
             trace, left = probe.fitting(*chosen)
+            together = "" if trace.blind else takes_together(self.loss_fn, value, whole, rows, probe.count)
+            if lone and left and not trace.blind:
+                probe.means = True
+                means = probe.fitting(*chosen)[1]
+                left, lone = (left & means, []) if means and left & means else (left, lone)
         if trace.blind:
-            raise ScheduleError(f"the loss divides by {trace.blind}, of which each microbatch has its own: {_HOW}")
-        self._numbers = trace.divisors
+            raise ScheduleError(f"the loss divides by {trace.blind}, of which each microbatch has its own: {HOW}")
+        self._numbers, self._without_rows = trace.divisors, [_here(x).clone() for x in lone]
         every: list[Divisor] = [*range(len(trace.divisors)), SAMPLES, NOTHING]
         self._left = every[:-1] if left is None else [d for d in every if d in left]
-        if not self._left:
+        if together or not self._left:
+            why = (
+                "it is no sum over rows that is divided by their number, or by one number computed from the labels (but by "
+                "several, or it takes a root, or compares rows)"
+            )
+            why = ": ".join(filter(None, ("" if self._left else why, together)))
             raise ScheduleError(
-                "the loss of a batch does not follow from those of its microbatches: it is no sum over rows that is divided by "
-                "their number, or by one number computed from the labels (but by several, or it takes a root, or compares rows), "
-                f"so that a pipeline, which has one microbatch at a time, computes another loss. If that is meant, {_HOW}"
+                f"the loss of a batch does not follow from those of its microbatches: {why}, so that a pipeline, which has one "
+                f"microbatch at a time, computes another loss. If that is meant, {HOW}"
             )
 
 
@@ -134,131 +210,10 @@ def shares_of(loss_fn: Callable[[Any, Any], Any]) -> Shares:
     return found
 
 
-class _Probe:
-    """A loss, called with a few rows of labels and values that stand in for what the model returns: ramps within (0, 1), which
-    are logits and probabilities alike."""
-
-    def __init__(self, loss_fn: Callable[[Any, Any], Any], value: Any, rows: int, whole: Any) -> None:
-        self.loss_fn, self.value, self.rows, self.whole = loss_fn, value, rows, whole
-        self.count = next((len(x) for x in tree_leaves(whole) if isinstance(x, Tensor) and x.dim()), 1)
-        first = next((x for x in tree_leaves(value) if isinstance(x, Tensor)), None)
-        self.device = torch.device("cpu") if first is None else first.device
-        each = [x.numel() // max(rows, 1) for x in tree_leaves(value) if isinstance(x, Tensor)]
-        small = max(each, default=0) <= LARGE  # what is large costs less in float32
-        self.dtypes: list[torch.dtype | None] = [*([torch.float64] if small else []), torch.float32, None]
-        """Of the numbers; the first that the loss takes. None: those that it gets."""
-        self.tolerance = 0.0
-
-    def fitting(self, p: int, q: int) -> tuple[Trace, set[Divisor] | None]:
-        """The divisors that explain the loss of rows p, p, q by those of p and of p, q; None: nothing can be seen."""
-        if not self.look([p], (0, 1))[0]:  # by a row that has no loss every rule adds up
-            p, q = q, p
-        groups = {(0, 1): [p], (1, 3): [p, q], (0, 3): [p, p, q]}
-        found = [self.look(group, part) for part, group in groups.items()]
-        (one, two, three), trace = (loss for loss, _ in found), found[-1][1]
-        if not all(map(math.isfinite, (one, two, three))):
-            trace.blind = trace.blind or trace.chooses
-            return trace, None
-        near = self.tolerance * (abs(one) + abs(two) + abs(three))
-        fits = set[Divisor]()
-        for divisor in (*range(len(trace.divisors)), SAMPLES, NOTHING):
-            a, b, both = self._sizes(trace, divisor, list(groups.values()))
-            if both and abs((a * one + b * two) / both - three) <= near:
-                fits.add(divisor)
-        if NOTHING not in fits or not one:  # a row that has no loss adds up by every rule
-            trace.blind = trace.blind or trace.chooses
-        return trace, fits
-
-    def _sizes(self, trace: Trace, divisor: Divisor, groups: list[list[int]]) -> list[float]:
-        if not isinstance(divisor, int):
-            return [1.0, 2.0, 3.0] if divisor == SAMPLES else [1.0, 1.0, 1.0]
-        try:
-            return [float(trace.divisors[divisor].value(tree_leaves(_chosen(self.whole, group)))) for group in groups]
-        except Unknown:
-            return [0.0, 0.0, 0.0]
-
-    def look(self, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
-        """The loss of some rows, and what it divided by. In float64, unless something in it is of another dtype."""
-        try:
-            return self._called(group, part)
-        except ScheduleError:
-            raise
-        except Exception as fault:
-            if len(self.dtypes) == 1:
-                raise ScheduleError(
-                    f"loss_fn cannot be called with {len(group)} of {self.count} rows ({type(fault).__name__}: "
-                    f"{str(fault)[:200]}), so that nobody sees what it is a mean over: {_HOW}"
-                ) from fault
-            del self.dtypes[0]
-            return self.look(group, part)
-
-    def _called(self, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
-        values = tree_map(lambda x: self._stand_in(x, part) if isinstance(x, Tensor) else x, self.value)
-        labels = tree_map(self._widened, _chosen(self.whole, group))
-        before = _drawn_from()
-        with torch.autocast(self.device.type, enabled=False), Trace(values, labels) as trace:
-            loss = self.loss_fn(values, labels)
-        loss = one_number(unshard(loss) if isinstance(loss, DistTensor) else loss)
-        self.tolerance = _NEAR.get(loss.dtype, 2e-2)
-        drawn = not all(map(torch.equal, before, _drawn_from()))
-        return math.nan if drawn else float(loss), trace
-
-    def _widened(self, x: Any) -> Any:
-        return x.to(self.dtypes[0]) if self.dtypes[0] and isinstance(x, Tensor) and x.is_floating_point() else x
-
-    def _stand_in(self, x: Tensor, part: tuple[int, int]) -> Tensor:
-        begin, end = part
-        each, rest = divmod(x.shape[0], self.rows) if x.dim() else (0, 1)
-        shape = list(x.shape) if rest else [3 * each, *x.shape[1:]]
-        dtype = (self.dtypes[0] or x.dtype) if x.is_floating_point() else x.dtype
-        if not x.is_floating_point():
-            made = torch.zeros(shape, dtype=dtype, device=x.device)
-        else:
-            few = torch.arange(WAVE, dtype=torch.float64, device="cpu").mul_(1.7).sin_().to(x.device, dtype)
-            count, shares = math.prod(shape), 1 if rest else 3
-            wave = few.repeat(-(-count // WAVE))[:count].view(shares, -1)
-            middle, high = torch.tensor([[0.35, 0.05], [0.5, 0.3], [0.65, 0.15]], dtype=dtype, device=x.device)[
-                :shares
-            ].T
-            made = wave.mul_(high[:, None]).add_(middle[:, None]).view(shape)
-        return made if rest else made[each * begin : each * end]
-
-
-_NEAR = {torch.float64: 1e-8, torch.float32: 5e-6}
-
-
-def _chosen(labels: Any, rows: list[int]) -> Any:
-    return tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, labels)
-
-
-def _apart(divisors: Sequence[Made], whole: Any, count: int) -> tuple[int, int]:
-    """A row that counts for much, and one that counts for less; if all count alike the first and the last."""
-    for number in divisors:
-        some = range(0, count, -(-count // ROWS))
-        try:
-            sizes = {i: float(number.value(tree_leaves(_chosen(whole, [i])))) for i in some}
-        except Unknown:
-            continue
-        p, q = max(sizes, key=lambda i: sizes[i]), min(sizes, key=lambda i: sizes[i])
-        if sizes[p] != sizes[q]:
-            return p, q
-    return 0, count - 1
-
-
-def _drawn_from() -> list[Tensor]:
-    """The states of the generators, the GPUs' too."""
-    return [x for x in tree_leaves(random_state()) if isinstance(x, Tensor)]
-
-
-@contextmanager
-def _untouched(loss_fn: Any, device: torch.device) -> Iterator[None]:
-    """Inside, a loss may draw and write to its buffers: they are put back."""
-    kept = [(b, b.clone()) for b in loss_fn.buffers()] if isinstance(loss_fn, nn.Module) else []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    for buffer, before in kept:
-        if not torch.equal(buffer, before):
-            buffer.copy_(before)
+def _here(x: Tensor) -> Tensor:
+    """What of it lies on this rank, in each microbatch alike; nothing of what lies elsewhere."""
+    local = x._local if isinstance(x, DistTensor) else x.detach()
+    return torch.zeros(()) if is_elsewhere(local) else local
 
 
 def _parts_of(number: Made, parts: Sequence[Any], whole: Any, by_samples: list[float]) -> list[Any]:
@@ -266,9 +221,7 @@ def _parts_of(number: Made, parts: Sequence[Any], whole: Any, by_samples: list[f
     try:
         counts = [number.value(tree_leaves(labels)) for labels in (*parts, whole)]
     except Unknown as fault:
-        raise ScheduleError(
-            f"what the loss divides by cannot be computed for these labels ({fault}): {_HOW}"
-        ) from fault
+        raise ScheduleError(f"what the loss divides by cannot be computed for these labels ({fault}): {HOW}") from fault
     if recorded.recorder is not None and recorded.recorder.listens:
         return [count / counts[-1] for count in counts[:-1]]
     *each, total = torch.stack([c.double() for c in counts]).tolist()

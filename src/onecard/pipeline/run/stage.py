@@ -33,7 +33,6 @@ class Stage:
 
     Args:
         run: the value of a microbatch -> that for the next stage.
-        loss: on the last stage, (value, target) -> one number; None elsewhere.
         around: makes the context of each forward, such as autocast.
         halves: whether I leaves the weights to W; else it does the whole backward.
         beside: whether ``run`` gives (value, number): a number that is added to the loss, of whatever this and earlier stages
@@ -43,12 +42,11 @@ class Stage:
     def __init__(
         self,
         run: Callable[[Any], Any],
-        loss: Callable[[Any, Any], Tensor] | None = None,
         around: Callable[[], AbstractContextManager[Any]] | None = None,
         halves: bool = True,
         beside: bool = False,
     ) -> None:
-        self.run, self.loss, self.around, self.halves, self.beside = run, loss, around, halves, beside
+        self.run, self.around, self.halves, self.beside = run, around, halves, beside
         self._flights: dict[int, _Flight] = {}
 
     def forward(
@@ -69,22 +67,21 @@ class Stage:
         microbatch: int,
         form: PacketForm,
         tensors: Sequence[Tensor],
-        target: Any,
-        weigh: Callable[[Any], Any],
+        lose: Callable[[Any], tuple[Any, Any]],
         scale: Any,
         share: float = 1.0,
     ) -> Tensor:
-        """F of the last stage: its loss. ``weigh`` and ``scale``: what it is multiplied with before its backward, the first as a
-        function of what the stage returns. ``share``: of the microbatch in the batch, which weighs what is lost besides; the
-        loss is then the microbatch's summand of the batch's."""
+        """F of the last stage: its loss. ``lose``: what the stage returns -> loss (None of nothing), what it weighs; it is
+        multiplied with that and with ``scale`` before its backward. ``share``: of the microbatch in the batch, which weighs what
+        is lost besides; the loss is then the microbatch's summand of the batch's."""
         inputs = self._enter(form, tensors)
         with nullcontext() if self.around is None else self.around():
             value, more = (
                 self.run(form.join(given(inputs))) if self.beside else (self.run(form.join(given(inputs))), None)
             )
-            weight = weigh(value)
+            lost, weight = lose(value)
             # A mean over nothing (all labels ignored) is no number, and weighs nothing: on one card it is not there.
-            loss = one_number(self.loss(value, target)) if weight and self.loss is not None else _nothing(value)
+            loss = _nothing(value) if lost is None else one_number(lost)
             if more is not None:
                 loss, weight = loss * weight + more.to(loss.device) * share, 1.0
         wanted = [x for x in inputs if x.requires_grad]

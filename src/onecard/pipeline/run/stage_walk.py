@@ -48,7 +48,7 @@ class StageRuntime(Runtime):
         self.group, self.device = group, world.device() if device is None else device
         self.loss_fn, self.timeout, self.given = loss_fn, timeout, given
         self.shares = None if loss_fn is None else Shares(loss_fn)
-        self.stages = {number: Stage(run, loss_fn, around, halves, beside) for number, run in stages.items()}
+        self.stages = {number: Stage(run, around, halves, beside) for number, run in stages.items()}
         self.beside = beside
         self._given: dict[Any, PacketForm] = {}
         self._batches: list[sparse_check.Site] | None = None
@@ -105,6 +105,7 @@ class StageWalk(Walk):
             )
         self.whole = targets
         self.weights: list[Any] | None = None if weights is None else list(weights)
+        self.seen = False  # whether weights are what was seen of the loss, and not what the user says
         if runner.meter:
             runner.meter.leave_out(x for x in tree_leaves((inputs, targets)) if isinstance(x, Tensor))
         self.keys = [(torch.is_grad_enabled(), signature(part)) for part in self.inputs]
@@ -177,16 +178,21 @@ class StageWalk(Walk):
         else:
             target = self.targets[i] if self.targets is not None else None
             share = self.sizes[i] / sum(self.sizes)
-            loss = mine.forward_loss(i, form, tensors, target, partial(self._weight_of, i), self.scale, share)
+            loss = mine.forward_loss(i, form, tensors, partial(self._loss_of, i, target), self.scale, share)
             self.losses[i] = loss.reshape(())
             if len(self.losses) == len(self.sizes) and self.word.at_once:
                 self.word.send(self._mean())
 
-    def _weight_of(self, i: int, value: Any) -> Any:
-        """What a microbatch's loss weighs; found out when the first value is there."""
-        if self.weights is None and self.runner.shares is not None and self.targets is not None:
-            self.weights = self.runner.shares.of(value, i, self.targets, self.whole, self.sizes)
-        return self.weights[i] if self.weights is not None else self.sizes[i] / sum(self.sizes)
+    def _loss_of(self, i: int, target: Any, value: Any) -> tuple[Any, Any]:
+        """A microbatch's loss, and what it weighs; found out when the first value is there."""
+        shares, given = self.runner.shares, self.weights is not None and not self.seen
+        if shares is not None and self.targets is not None and not given:
+            self.seen = True
+            loss, self.weights = shares.lose(value, i, self.targets, self.whole, self.sizes, self.weights)
+            return loss, self.weights[i]
+        weight = self.weights[i] if self.weights is not None else self.sizes[i] / sum(self.sizes)
+        loss_fn = self.runner.loss_fn
+        return (loss_fn(value, target) if weight and loss_fn is not None else None), weight
 
     def _backward(self, position: int, action: Action) -> None:
         kind, stage, i = action

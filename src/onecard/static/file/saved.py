@@ -28,7 +28,7 @@ from onecard.static.guards.places import is_nameless
 from onecard.static.step.step import RecordedStep
 from onecard.tensor.dist_tensor import DistTensor
 
-FORMAT = 5
+FORMAT = 6
 _PLAIN = (
     "name",
     "inputs",

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onecard.static.guards.before import SETTLED, numbers_of, options_of, values_of
+from onecard.static.guards.entries import absent_of
 from onecard.static.guards.hooked import HOOKS, TENSOR_HOOKS
 from onecard.train.own_parameters import own_parameters
 
@@ -88,6 +89,7 @@ def _of_module(name: str, module: nn.Module, before: dict[Any, Any]) -> dict[str
     found: dict[str, Any] = {
         f"the class of {name}": _called(type(module)),
         f"the modules in {name}": [*module._modules],
+        f"what is None in {name}": absent_of(module),
     }
     found |= {f"{name}.{k}": told(v) for k, v in before.get((name, "still"), values_of(module)).items()}
     params = {n: p for n, p in own_parameters(module).items() if p is not None}

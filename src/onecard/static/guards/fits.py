@@ -19,6 +19,7 @@ from onecard.static.code.spent import spent
 from onecard.static.guards.arguments import changed, is_like, modes, one_memory
 from onecard.static.guards.before import STILL, options_of, values_of
 from onecard.static.guards.conditions import answered_otherwise
+from onecard.static.guards.entries import same_entries, same_states
 from onecard.static.guards.hooked import HOOKS, same_code, same_keys, stands_for_another
 from onecard.static.guards.lookup import now_at
 from onecard.static.guards.places import at, module_at, optimizer_at
@@ -55,12 +56,15 @@ class Fits(Source):
         self.recording, self.roots, self.kinds, self.facts = recording, roots, tuple(kinds), facts
         self.lines: list[tuple[Code, Code]] = []
         self._call()
+        modules = list[tuple[str, nn.Module]]()
         for root, name in zip(roots, recording.roots, strict=True):
             if isinstance(root, nn.Module):
                 for path, module in root.named_modules():
-                    self._module(module, f"{name}.{path}" if path else name)
+                    modules.append((f"{name}.{path}" if path else name, module))
+                    self._module(module, modules[-1][0])
             elif isinstance(root, Optimizer):
                 self._optimizer(root, name)
+        same_entries(self, modules)
         same_code(self, roots)
         self._gradients()
         self.given = [self._input(i, known) for i, known in enumerate(recording.inputs)]
@@ -232,6 +236,7 @@ class Fits(Source):
         count = self.slot(len(optimizer.param_groups))
         self.miss(self.code("len({}) != {}", groups, count), f"{name} has other groups")
         same_keys(self, (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks), name)
+        same_states(self, optimizer, name)
         places = self._parameters()
         for i, group in enumerate(optimizer.param_groups):
             self._group(optimizer, i, name, [places.get(id(p)) for p in group["params"]])

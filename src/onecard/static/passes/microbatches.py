@@ -316,7 +316,9 @@ def check_mergeable(recording: RecordedStep) -> None:
     if found := [i.name for i in recording.inputs if i.kind == "gradient"]:
         raise RecordingError(
             f"k_steps: the step adds to {found[0]}, which was there before it: call optimizer.zero_grad() in the step, before "
-            "backward() or after optimizer.step(), not with set_to_none=False"
+            "backward() or after optimizer.step(), not with set_to_none=False. If it does so, the parameter is in no group of "
+            "the optimizer, so that nobody clears its gradient: give it to one (optimizer.add_param_group), freeze it "
+            "(requires_grad_(False)), or call model.zero_grad() in the step"
         )
 
 

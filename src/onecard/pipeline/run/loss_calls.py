@@ -1,0 +1,115 @@
+"""What a loss calls: operators and their settings, seen while it runs; and whether one of them takes rows together."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard._torch.modes import DispatchMode
+from onecard._torch.names import OpOverload, fake_tensors, tree_leaves, tree_map
+from onecard.rules.call import schema_of
+from onecard.static.passes.additive import Additive
+from onecard.static.passes.dependence import MIXED
+
+LARGE = 1 << 16  # elements of a row
+_SCALES = ("add", "sub", "rsub", "mul", "div")
+"""Operators of a tensor and a number, which is no setting: where it comes from values, each call has another."""
+_MADE = ("lift_fresh", "_local_scalar_dense")
+
+
+class LossCalls(DispatchMode):
+    """Sees what a loss calls, in order: operators, with what is no size, and the tensors of others than those that it is given.
+
+    A loss that calls the same divides by the same.
+    """
+
+    keeps_values = True
+
+    def __init__(self, values: Any, labels: Any) -> None:
+        super().__init__()
+        self._found: list[Any] = []
+        # Of those that are made in it none is held: what takes the identity of one that is gone was made later.
+        self._known = {id(x) for x in tree_leaves((values, labels)) if isinstance(x, Tensor)}
+
+    @property
+    def key(self) -> int:
+        """Of all calls."""
+        return hash(tuple(self._found))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = schema_of(func).functional in _MADE
+        settings = [
+            id(x) if isinstance(x, Tensor) and id(x) not in self._known and not made else _setting(x)
+            for x in itertools.chain((args[i] for i in _settings(func) if i < len(args)), (kwargs or {}).values())
+        ]
+        self._found.append((func, *settings))
+        self._known.update(id(x) for x in tree_leaves(result) if isinstance(x, Tensor))
+        return result
+
+
+def _setting(x: Any) -> Any:
+    """What of an argument is the same for each microbatch: of a tensor that it is there."""
+    if isinstance(x, Tensor):
+        return Tensor
+    if isinstance(x, list | tuple):
+        return tuple(map(_setting, x))
+    return x if isinstance(x, bool | int | float | str | torch.dtype) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _settings(func: OpOverload) -> tuple[int, ...]:
+    """The arguments of an operator that are no sizes, and no numbers that a value is scaled by."""
+    scales = schema_of(func).functional in _SCALES
+    kinds = [(str(a.type), a.name) for a in func._schema.arguments]
+    return tuple(
+        i
+        for i, (kind, name) in enumerate(kinds)
+        if name == "ignore_index" or not ("SymInt" in kind or (scales and "Tensor" not in kind))
+    )
+
+
+def takes_together(loss_fn: Callable[[Any, Any], Any], value: Any, labels: Any, rows: int, count: int) -> str:
+    """What in a loss is no sum over rows, nor divided by what the labels count, with its line; "": nothing that is known to be.
+
+    Args:
+        value: what the model returns for ``rows`` rows; ``labels``: those of ``count`` rows.
+    """
+    shapes = [x.shape for x in tree_leaves((value, labels)) if isinstance(x, Tensor)]
+    taken = {n for shape in shapes for n in shape[1:]}
+    few = next(n for n in itertools.count(5, 2) if taken.isdisjoint((n, 2 * n)))
+    large = any(2 * few * x.numel() // max(rows, 1) > LARGE for x in tree_leaves(value) if isinstance(x, Tensor))
+    verdict = None
+    # A loss that reads values cannot be seen so where there are none, nor one of fewer rows where that is refused.
+    # No graph is made, which somebody may count; what learns is known by what it is given.
+    with suppress(Exception), fake_tensors() if large else nullcontext(), torch.no_grad():
+        for k in (1, 2):
+            mine = tree_map(lambda x: _of_rows(x, k * few, rows, True) if isinstance(x, Tensor) else x, value)  # noqa: B023
+            theirs = tree_map(lambda x: _of_rows(x, k * few, count, False) if isinstance(x, Tensor) else x, labels)  # noqa: B023
+            batch = [x for x in tree_leaves((mine, theirs)) if isinstance(x, Tensor) and x.dim()]
+            look = Additive(batch, verdict, k)
+            with look:
+                result = loss_fn(mine, theirs)
+            verdict = look.returned(result)
+    found = verdict.results[0] if verdict is not None and verdict.results else None
+    return found.where if found is not None and found.how == MIXED else ""
+
+
+def _of_rows(x: Tensor, count: int, rows: int, is_value: bool) -> Tensor:
+    """Some rows of a tensor: the first ones, over and over; what has none as it is."""
+    each, rest = divmod(x.shape[0], rows) if x.dim() and rows else (0, 1)
+    shape = [*x.shape] if rest else [count * each, *x.shape[1:]]
+    learns = is_value and x.is_floating_point()
+    if is_value:  # the same at each look: numbers that differ follow the rows
+        made = torch.linspace(0.1, 0.9, max(math.prod(shape), 1), device="cpu")[: math.prod(shape)].view(shape)
+        return made.to(x.device, x.dtype).requires_grad_(learns)
+    if rest:
+        return x.clone()
+    return x[torch.arange(count * each, device=x.device) % x.shape[0]]

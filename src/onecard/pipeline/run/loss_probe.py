@@ -1,0 +1,166 @@
+"""A loss, called with a few rows: from what it gives follows what it is a mean over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onecard._torch.names import tree_leaves, tree_map
+from onecard.comm.base.state import random_state
+from onecard.errors import ScheduleError
+from onecard.pipeline.run.loss_calls import LARGE
+from onecard.pipeline.run.stage import one_number
+from onecard.pipeline.run.traced import Made, Trace, Unknown
+from onecard.tensor.convert import unshard
+from onecard.tensor.dist_tensor import DistTensor
+
+WAVE = 997  # numbers that stand-ins repeat
+ROWS = 128  # of the labels, among which two are looked for that count for more and for less
+SAMPLES, NOTHING = "samples", "nothing"
+Divisor = str | int  # the i-th number that the loss was seen to divide by
+
+HOW = (
+    "say what a microbatch's loss is a mean over, a function of its labels: loss_weight=lambda labels: (labels != -100).sum(), "
+    "or loss_weight=len for samples"
+)
+
+
+class LossProbe:
+    """A loss, called with a few rows of labels and values that stand in for what the model returns: ramps within (0, 1), which
+    are logits and probabilities alike."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], value: Any, rows: int, whole: Any) -> None:
+        self.loss_fn, self.value, self.rows, self.whole = loss_fn, value, rows, whole
+        self.count = next((len(x) for x in tree_leaves(whole) if isinstance(x, Tensor) and x.dim()), 1)
+        first = next((x for x in tree_leaves(value) if isinstance(x, Tensor)), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        each = [x.numel() // max(rows, 1) for x in tree_leaves(value) if isinstance(x, Tensor)]
+        small = max(each, default=0) <= LARGE  # what is large costs less in float32
+        self.dtypes: list[torch.dtype | None] = [*([torch.float64] if small else []), torch.float32, None]
+        """Of the numbers; the first that the loss takes. None: those that it gets."""
+        self.tolerance = 0.0
+        self.means = False  # whether what has no rows is a mean over them, and not the same for all
+
+    def fitting(self, p: int, q: int) -> tuple[Trace, set[Divisor] | None]:
+        """The divisors that explain the loss of rows p, p, q by those of p and of p, q; None: nothing can be seen."""
+        if not self.look([p], (0, 1))[0]:  # by a row that has no loss every rule adds up
+            p, q = q, p
+        groups = {(0, 1): [p], (1, 3): [p, q], (0, 3): [p, p, q]}
+        found = [self.look(group, part) for part, group in groups.items()]
+        (one, two, three), trace = (loss for loss, _ in found), found[-1][1]
+        if not all(map(math.isfinite, (one, two, three))):
+            trace.blind = trace.blind or trace.chooses
+            return trace, None
+        near = self.tolerance * (abs(one) + abs(two) + abs(three))
+        fits = set[Divisor]()
+        for divisor in (*range(len(trace.divisors)), SAMPLES, NOTHING):
+            a, b, both = self._sizes(trace, divisor, list(groups.values()))
+            if both and abs((a * one + b * two) / both - three) <= near:
+                fits.add(divisor)
+        if NOTHING not in fits or not one:  # a row that has no loss adds up by every rule
+            trace.blind = trace.blind or trace.chooses
+        return trace, fits
+
+    def _sizes(self, trace: Trace, divisor: Divisor, groups: list[list[int]]) -> list[float]:
+        if not isinstance(divisor, int):
+            return [1.0, 2.0, 3.0] if divisor == SAMPLES else [1.0, 1.0, 1.0]
+        try:
+            return [float(trace.divisors[divisor].value(tree_leaves(_chosen(self.whole, group)))) for group in groups]
+        except Unknown:
+            return [0.0, 0.0, 0.0]
+
+    def look(self, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
+        """The loss of some rows, and what it divided by. In float64, unless something in it is of another dtype."""
+        try:
+            return self._called(group, part)
+        except ScheduleError:
+            raise
+        except Exception as fault:
+            if len(self.dtypes) == 1:
+                raise ScheduleError(
+                    f"loss_fn cannot be called with {len(group)} of {self.count} rows ({type(fault).__name__}: "
+                    f"{str(fault)[:200]}), so that nobody sees what it is a mean over: {HOW}"
+                ) from fault
+            del self.dtypes[0]
+            return self.look(group, part)
+
+    def _called(self, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
+        values = tree_map(lambda x: self._stand_in(x, part) if isinstance(x, Tensor) else x, self.value)
+        labels = tree_map(self._widened, _chosen(self.whole, group))
+        before = _drawn_from()
+        with torch.autocast(self.device.type, enabled=False), Trace(values, labels) as trace:
+            loss = self.loss_fn(values, labels)
+        loss = one_number(unshard(loss) if isinstance(loss, DistTensor) else loss)
+        self.tolerance = _NEAR.get(loss.dtype, 2e-2)
+        drawn = not all(map(torch.equal, before, _drawn_from()))
+        return math.nan if drawn else float(loss), trace
+
+    def _widened(self, x: Any) -> Any:
+        return x.to(self.dtypes[0]) if self.dtypes[0] and isinstance(x, Tensor) and x.is_floating_point() else x
+
+    def _stand_in(self, x: Tensor, part: tuple[int, int]) -> Tensor:
+        begin, end = part
+        each, rest = divmod(x.shape[0], self.rows) if x.dim() else (0, 1)
+        shape = list(x.shape) if rest else [3 * each, *x.shape[1:]]
+        dtype = (self.dtypes[0] or x.dtype) if x.is_floating_point() else x.dtype
+        if not x.is_floating_point():
+            made = torch.zeros(shape, dtype=dtype, device=x.device)
+        else:
+            few = torch.arange(WAVE, dtype=torch.float64, device="cpu").mul_(1.7).sin_().to(x.device, dtype)
+            count, shares = math.prod(shape), 1 if rest else 3
+            wave = few.repeat(-(-count // WAVE))[:count].view(shares, -1)
+            middle, high = torch.tensor([[0.35, 0.05], [0.5, 0.3], [0.65, 0.15]], dtype=dtype, device=x.device)[
+                :shares
+            ].T
+            made = wave.mul_(high[:, None]).add_(middle[:, None]).view(shape)
+        if rest and self.means and x.is_floating_point():
+            return made + 0.1 * sum(range(begin, end)) / (end - begin)
+        return made if rest else made[each * begin : each * end]
+
+
+_NEAR = {torch.float64: 1e-8, torch.float32: 5e-6}
+
+
+def without_rows(value: Any, rows: int) -> list[Tensor]:
+    """Of a value what is no rows and may be a number of each microbatch; ``rows`` 0: of any number."""
+    found = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in found if not x.dim() or (rows and x.shape[0] % rows)]
+
+
+def _chosen(labels: Any, rows: list[int]) -> Any:
+    return tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, labels)
+
+
+def apart(divisors: Sequence[Made], whole: Any, count: int) -> tuple[int, int]:
+    """A row that counts for much, and one that counts for less; if all count alike the first and the last."""
+    for number in divisors:
+        some = range(0, count, -(-count // ROWS))
+        try:
+            sizes = {i: float(number.value(tree_leaves(_chosen(whole, [i])))) for i in some}
+        except Unknown:
+            continue
+        p, q = max(sizes, key=lambda i: sizes[i]), min(sizes, key=lambda i: sizes[i])
+        if sizes[p] != sizes[q]:
+            return p, q
+    return 0, count - 1
+
+
+def _drawn_from() -> list[Tensor]:
+    """The states of the generators, the GPUs' too."""
+    return [x for x in tree_leaves(random_state()) if isinstance(x, Tensor)]
+
+
+@contextmanager
+def untouched(loss_fn: Any, device: torch.device) -> Iterator[None]:
+    """Inside, a loss may draw and write to its buffers: they are put back."""
+    kept = [(b, b.clone()) for b in loss_fn.buffers()] if isinstance(loss_fn, nn.Module) else []
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    for buffer, before in kept:
+        if not torch.equal(buffer, before):
+            buffer.copy_(before)
