@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from onecard.auto.entrance import Entrance
 from onecard.auto.first_batch import first_batch
@@ -30,7 +28,7 @@ from onecard.planning.plan import Plan
 from onecard.planning.search.api import plan as search
 from onecard.planning.search.plans import Plans
 from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3, shard_optimizer
-from onecard.train.modules.second_run import runs_of
+from onecard.train.modules.second_run import run_again_in_backward
 
 _ALL_FIRST = "F-then-B"
 STAGES = {1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
@@ -122,7 +120,7 @@ class Applied:
             lay_out(model, self.mesh, everywhere, staged=self.plan.pp > 1 and not self._in_stages, zero=zero)
             entrance = Entrance(self.mesh, self.batch_axes)
         for block in again:  # their forward runs again in backward
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(runs_of, block))
+            run_again_in_backward(block)
         hold_outputs(outputs, model)
         if self.batch_axes and not staged:
             entrance.before(model)

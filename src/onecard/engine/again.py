@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from onecard.engine.with_plan import REPEATED
 from onecard.errors import StrategyError
 from onecard.fleet.layers.recomputing import recompute
+from onecard.train.modules.second_run import run_again_in_backward
 from onecard.train.zero.block_names import LISTS, blocks_of
 
 
@@ -37,7 +36,7 @@ def recompute_in(model: nn.Module, names: Sequence[str]) -> list[str]:
             )
         chosen |= found
     for module in [m for path, m in chosen.items() if not any(path.startswith(f"{other}.") for other in chosen)]:
-        module.forward = _again(module, module.forward)
+        run_again_in_backward(module, recompute)
     return list(chosen)
 
 
@@ -55,10 +54,3 @@ def _found(model: nn.Module, name: str) -> dict[str, nn.Module]:
         members = module.named_children() if isinstance(module, LISTS[:2]) else ()
         made |= {f"{path}.{key}": member for key, member in members} or {path: module}
     return made
-
-
-def _again(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return recompute(forward, *args, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
-
-    return run

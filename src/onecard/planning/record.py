@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from onecard import fleet
 from onecard._torch.names import tree_leaves, tree_map
@@ -37,6 +36,7 @@ from onecard.static.passes.options import StaticOptions
 from onecard.static.price.by_kernels import compute_in
 from onecard.tensor.convert import shard_tensor
 from onecard.train.layer import shard_layer
+from onecard.train.modules.second_run import run_again_in_backward
 
 Loss = Callable[..., Tensor]
 Model = Transformer | nn.Module | Callable[[], nn.Module]
@@ -365,7 +365,7 @@ def _again(model: nn.Module, folded: Sequence[Folded]) -> None:
     for blocks in folded:
         for name in blocks.names:
             block = model.get_submodule(name)
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            run_again_in_backward(block)
 
 
 def _precision(plan: Plan) -> Any:

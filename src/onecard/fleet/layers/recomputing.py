@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from onecard.errors import FleetError
 from onecard.fleet.grid.rng import get_rng_state_tracker
-from onecard.train.modules.second_run import module_of, runs_of
+from onecard.train.modules.second_run import module_of, run_again_in_backward, runs_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -54,7 +55,7 @@ def recompute(
 
     def contexts() -> Contexts:
         outer, inner = create_selective_checkpoint_contexts(policy) if policy is not None else (None, None)
-        first, again = runs_of(module_of(function))
+        first, again = runs_of(module_of(function), (args, kwargs))
         return _Inside(first, outer), _Second(preserve_rng_state, again, inner)
 
     return checkpoint(
@@ -171,12 +172,4 @@ def recompute_modules(model: nn.Module, names: list[str], policy: Any = None) ->
                 f"recompute_configs['checkpoints']: there is no module {name!r}; there are {list(modules)[1:20]}"
             )
         for module in chosen:
-            forward = module.forward
-            module.forward = _again(forward, policy)
-
-
-def _again(forward: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return recompute(forward, *args, policy=policy, **kwargs)
-
-    return run
+            run_again_in_backward(module, partial(recompute, policy=policy))

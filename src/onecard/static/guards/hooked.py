@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -36,7 +37,22 @@ def same_code(fits: Any, roots: Sequence[Any]) -> None:
         known = fits.fact("forwards", [kind.forward for kind in each])
         names = map(fits.slot, (attrgetter("forward"), each, known))
         fits.miss(fits.code("[*map({}, {})] != {}", *names), "forward of a class of modules")
-    same_keys(fits, _torch.hooks_of_all, "all modules and optimizers")
+    _same_of_all(fits)
+
+
+def _same_of_all(fits: Any) -> None:
+    """Which hooks of all modules and optimizers there are, but for ours: the first one puts on what serves distributed tensors."""
+    held = _torch.hooks_of_all
+    keys = fits.code("({},)", fits.joined(", ", (fits.code("*{}", fits.slot(h)) for h in held)))
+    known = fits.fact("hooks of all", fits.value(keys))
+    others = fits.slot(partial(_users_differ, known))
+    fits.miss(fits.code("{} != {} and {}()", keys, fits.slot(known), others), "hooks of all modules and optimizers")
+
+
+def _users_differ(known: Sequence[int]) -> bool:
+    now = [(i, hook) for held in _torch.hooks_of_all for i, hook in held.items()]
+    ours = {i for i, hook in now if str(getattr(hook, "__module__", "")).partition(".")[0] == "onecard"}
+    return [i for i, _ in now if i not in ours] != [i for i in known if i not in ours]
 
 
 def same_keys(fits: Any, hooks: Sequence[Any], name: str) -> None:

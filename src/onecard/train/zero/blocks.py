@@ -146,6 +146,7 @@ class ParameterBlocks:
         blocks: BlockSpec = None,
     ) -> None:
         self.ahead = ahead
+        self.steps = 0
         self.twice = False  # a backward has made a graph of its own, which reads what it has read
         self.ends: Callable[[list[GatheredParameter]], None] = lambda pieces: (
             None
@@ -169,8 +170,13 @@ class ParameterBlocks:
         model.register_forward_pre_hook(Hook(lambda *_: self._begin()), prepend=True)
         model.register_forward_hook(Hook(lambda *_: self._leave()))
 
+    def begin_step(self) -> None:
+        """An optimizer is about to update the parts."""
+        self.steps += 1
+        self.release()
+
     def release(self) -> None:
-        """All are parts, and nothing is to be read again: a step begins."""
+        """All are parts, and nothing is to be read again."""
         self.twice = False
         for unit in self.units:
             unit.stays = False
@@ -192,14 +198,15 @@ class ParameterBlocks:
             if piece.x is x:
                 piece.lent = True
                 if recorded.recorder is None:
-                    piece.kept.append(TensorWeakRef(given))
+                    piece.kept.append((TensorWeakRef(given), self.steps))
 
     def _tell_kept(self) -> None:
         """A step later somebody still has memory that a parameter has no longer."""
         for unit in self.units:
             for piece in unit.pieces:
-                kept, piece.kept = piece.kept, []
-                if any(ref() is not None for ref in kept):
+                kept = [(ref, at) for ref, at in piece.kept if ref() is not None]
+                piece.kept = [(ref, at) for ref, at in kept if at == self.steps]  # put aside, and perhaps back again
+                if len(kept) > len(piece.kept):
                     warnings.warn(
                         f"the program keeps weight.data or weight.detach() of a parameter {[*piece.whole_spec.shape]} of block "
                         f"{unit.name!r}: whole parameters are given up after use, and what is kept has the values of that time. "

@@ -36,7 +36,7 @@ class GatheredParameter:
         self._part_at: Any = None
         self.part_given = False  # the program has the part's data, while the whole is shown
         self.lent = False  # the program has the memory of the whole (``kept = p.data``)
-        self.kept: list[TensorWeakRef] = []  # what it was given since the last forward
+        self.kept: list[tuple[TensorWeakRef, int]] = []  # what it was given, after how many steps
         self._shown_at = self._versions()
         self.forget(False, False)
         self.give_up()

@@ -245,7 +245,7 @@ class ShardedUpdate:
 
     def _take_parts(self, optimizer: Optimizer) -> None:
         for blocks in {b for p in params_of(optimizer) if (b := getattr(p, "_blocks", None)) is not None}:
-            blocks.release()
+            blocks.begin_step()
         cuts, others = [], []
         for param in params_of(optimizer):
             cut = self.stage.cut(param) if isinstance(param, DistTensor) and param.grad is not None else None
