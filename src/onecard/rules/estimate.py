@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from torch.utils.flop_counter import flop_registry
 
@@ -24,8 +25,29 @@ def work_of_call(call: Call, operands: Sequence[int], results: Sequence[int]) ->
     return Work(counted(call), sum(operands) + sum(results)) if bound is None else work_of(bound, operands, results)
 
 
+def _recurrent(call: Call) -> int:
+    """Of a recurrent layer: each step of each sequence meets every weight, in backward twice."""
+    given = [call.values[name] for name in _WEIGHTS[call.schema.functional]]
+    weights = [w for each in given for w in (each if isinstance(each, list | tuple) else [each]) if w.dim() == 2]
+    once = prod(call.values["input"].shape[:-1]) * sum(w.numel() for w in weights)
+    return once * (2 if "backward" in call.schema.name else 1)
+
+
+_WEIGHTS = {
+    "mkldnn_rnn_layer": ("weight0", "weight1"), "mkldnn_rnn_layer_backward": ("weight1", "weight2"),
+    "_cudnn_rnn": ("weight",), "_cudnn_rnn_backward": ("weight",),
+    "miopen_rnn": ("weight",), "miopen_rnn_backward": ("weight",),
+}  # fmt: skip
+
+
 def counted(call: Call) -> int:
-    """Multiply-adds by torch's own counter of floating-point operations, which counts two for each; 0 where it has no formula."""
+    """Multiply-adds by torch's own counter of floating-point operations, which counts two for each; of whole recurrent layers, of
+    which it knows nothing, by their weights; 0 of others."""
+    if call.schema.functional in _WEIGHTS:
+        return _recurrent(call)
+    if call.schema.name == "_euclidean_dist":  # of many points; of few "_cdist_forward", which has a row
+        one, other = call.operands
+        return int(prod(one.shape) * other.shape[-2])
     count = flop_registry.get(call.func.overloadpacket)
     if count is None or not call.results:
         return 0

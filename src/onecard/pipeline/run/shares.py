@@ -213,7 +213,7 @@ def shares_of(loss_fn: Callable[[Any, Any], Any]) -> Shares:
 def _here(x: Tensor) -> Tensor:
     """What of it lies on this rank, in each microbatch alike; nothing of what lies elsewhere."""
     local = x._local if isinstance(x, DistTensor) else x.detach()
-    return torch.zeros(()) if is_elsewhere(local) else local
+    return torch.zeros((), device="cpu") if is_elsewhere(local) else local
 
 
 def _parts_of(number: Made, parts: Sequence[Any], whole: Any, by_samples: list[float]) -> list[Any]:

@@ -41,7 +41,7 @@ def same_code(fits: Any, roots: Sequence[Any]) -> None:
 
 
 def _same_of_all(fits: Any) -> None:
-    """Which hooks of all modules and optimizers there are, but for ours: the first one puts on what serves distributed tensors."""
+    """Which hooks of all modules and optimizers there are, but for ours, which come with the first distributed tensor."""
     held = _torch.hooks_of_all
     keys = fits.code("({},)", fits.joined(", ", (fits.code("*{}", fits.slot(h)) for h in held)))
     known = fits.fact("hooks of all", fits.value(keys))

@@ -130,8 +130,8 @@ class Chain:
         if kind != "all_gather_into_tensor" or rows is None or (rows.dim, rows.before) != (0, 1) or not made_for_it:
             return False
         self.rows.add(into)  # type: ignore[arg-type]
-        self.fixed.discard(into)  # type: ignore[arg-type]
-        self.filled.discard(into)  # type: ignore[arg-type]
+        self.fixed.discard(into)
+        self.filled.discard(into)
         self.lie[into] = replace(rows, size=rows.size * rest[0])  # type: ignore
         return True
 

@@ -33,6 +33,10 @@ _MEMBERS = {
 FAMILY = {name: family for family, names in _MEMBERS.items() for name in names.split()}
 """Of operators by their names; others are "pointwise", or "in place" where they write to what is there."""
 
+_PRODUCTS = dict.fromkeys(("mm", "bmm", "mv", "matmul", "_grouped_mm", "_scaled_mm", "_int_mm"), 0)
+_PRODUCTS |= dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv", "_addmm_activation"), 1)
+"""Products of two operands, and the number of the first of them."""
+
 THIN = ("rows", "inner", "columns")
 """Which of a product's three sizes is the smallest: of the first factor's rows, what is summed over, the second's columns."""
 SIZES = (1, 4, 16, 64, 256)
@@ -156,7 +160,7 @@ def _within(curve: Curve, total: int) -> float:
 
 
 def sizes(node: fx.Node) -> list[tuple[int, int, int, int]]:
-    """Rows, inner, columns and batch of each product that an operator makes."""
+    """Rows, inner, columns and batch of each product of two matrices that an operator makes; none if it is something else."""
     name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
     if name == "linear":
         x, w = _shape(node.args[0]), _shape(node.args[1])
@@ -166,7 +170,9 @@ def sizes(node: fx.Node) -> list[tuple[int, int, int, int]]:
         rows, wanted = prod(x[:-1]), node.args[3]
         made = [(rows, w[0], w[1], 1)] if wanted[0] else []  # type: ignore[index]
         return made + ([(w[0], rows, w[1], 1)] if wanted[1] else [])  # type: ignore[index]
-    first = {"addmm": 1, "baddbmm": 1, "addmv": 1}.get(name, 0)
+    if name not in _PRODUCTS:
+        return []
+    first = _PRODUCTS[name]
     given = [_shape(a) for a in node.args[first : first + 2] if isinstance(a, fx.Node)]
     if len(given) < 2 or len(given[0]) < 2:
         return []
