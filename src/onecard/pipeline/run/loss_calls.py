@@ -34,7 +34,7 @@ class LossCalls(DispatchMode):
 
     def __init__(self, values: Any, labels: Any) -> None:
         super().__init__()
-        self._found: list[Any] = []
+        self._found: list[tuple[Any, ...]] = []
         # Of those that are made in it none is held: what takes the identity of one that is gone was made later.
         self._known = {id(x) for x in tree_leaves((values, labels)) if isinstance(x, Tensor)}
 
@@ -44,14 +44,15 @@ class LossCalls(DispatchMode):
         return hash(tuple(self._found))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = schema_of(func).functional in _MADE
-        settings = [
-            id(x) if isinstance(x, Tensor) and id(x) not in self._known and not made else _setting(x)
-            for x in itertools.chain((args[i] for i in _settings(func) if i < len(args)), (kwargs or {}).values())
-        ]
-        self._found.append((func, *settings))
-        self._known.update(id(x) for x in tree_leaves(result) if isinstance(x, Tensor))
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        known, (places, from_python) = self._known, _settings(func)
+        found: list[Any] = [func]
+        for x in (*(args[i] for i in places if i < len(args)), *(kwargs or {}).values()):
+            others = isinstance(x, Tensor) and id(x) not in known and not from_python
+            found.append(id(x) if others else _setting(x))
+        self._found.append(tuple(found))
+        made = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+        known.update(id(x) for x in made if isinstance(x, Tensor))
         return result
 
 
@@ -65,15 +66,17 @@ def _setting(x: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _settings(func: OpOverload) -> tuple[int, ...]:
-    """The arguments of an operator that are no sizes, and no numbers that a value is scaled by."""
+def _settings(func: OpOverload) -> tuple[tuple[int, ...], bool]:
+    """The arguments of an operator that are no sizes, and no numbers that a value is scaled by; whether it makes a tensor of what
+    Python holds, another one at each call."""
     scales = schema_of(func).functional in _SCALES
     kinds = [(str(a.type), a.name) for a in func._schema.arguments]
-    return tuple(
+    places = (
         i
         for i, (kind, name) in enumerate(kinds)
         if name == "ignore_index" or not ("SymInt" in kind or (scales and "Tensor" not in kind))
     )
+    return tuple(places), schema_of(func).functional in _MADE
 
 
 def takes_together(loss_fn: Callable[[Any, Any], Any], value: Any, labels: Any, rows: int, count: int) -> str:

@@ -29,6 +29,9 @@ from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.staged import is_elsewhere
 
 
+SELDOM = 512  # a branch between microbatches is looked for in the steps 1, 2, 4, 8, ..., and in one of so many
+
+
 class Shares:
     """Of one loss function: found out once, and again only where labels come that tell candidates apart.
 
@@ -44,7 +47,7 @@ class Shares:
         self._without_rows: list[Tensor] = []
         self._calls: tuple[int, Any] | None = None  # what the loss called when it was judged, with which shapes
         self._judged: dict[int, tuple[list[Divisor], list[Made], list[Tensor]]] = {}
-        self._told = False
+        self._told, self._step = False, 0
 
     def lose(
         self, value: Any, i: int, parts: Sequence[Any], whole: Any, sizes: Sequence[int], weights: list[Any] | None
@@ -66,6 +69,9 @@ class Shares:
             return None, weights
         if not begins:
             self._check_values(value)
+        self._step += begins
+        if not begins and self._step & (self._step - 1) and self._step % SELDOM:
+            return self.loss_fn(value, parts[i]), weights
         shapes = [x.shape for x in tree_leaves(value) if isinstance(x, Tensor)]
         # The first one says what the loss calls now, even where it weighs nothing by what it called before.
         with LossCalls(value, parts[i]) as calls, nullcontext() if counts else suppress(Exception):
