@@ -28,7 +28,6 @@ from onecard.pipeline.run.traced import Made, Unknown
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.staged import is_elsewhere
 
-
 SELDOM = 512  # a branch between microbatches is looked for in the steps 1, 2, 4, 8, ..., and in one of so many
 
 
