@@ -2,10 +2,12 @@
 
     python benchmarks/price.py gpt3                                  # tp=8, dp=128, then dp=12,500: what it takes to say it
     python benchmarks/price.py gpt3 --zero --draw gpt3.svg
+    python benchmarks/price.py job                                   # GPT-3 175B and LLaMA-3 405B as whole jobs
     python benchmarks/price.py here                                  # predicted and measured seconds of steps on this CPU
 
 ``gpt3``: the whole step of the model (forward, backward, clipping, AdamW), recorded with tensors without data in a pretended
-world, then priced by a data sheet. ``here``: ``Machine.measure()``, then programs priced by it and run, on 1, 2 and 4 ranks; also
+world, then priced by a data sheet. ``job``: ``oc.price`` of whole jobs, what it takes with the recordings of their blocks and
+without. ``here``: ``Machine.measure()``, then programs priced by it and run, on 1, 2 and 4 ranks; also
 with their own operators measured in their place (``Machine.measure(recording)``).
 """
 
@@ -18,6 +20,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,6 +73,41 @@ class Here:
     """print where the time goes, by operator"""
 
 
+@dataclass(frozen=True)
+class Job:
+    """Whole jobs: tensor, pipeline and data parallel, ZeRO stage 1."""
+
+
+_GPT3 = oc.Transformer(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+_LLAMA = oc.Transformer(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256, sequence=8192)
+_OPTIONS: dict[str, Any] = {"tp": 8, "pp": 16, "zero": 1, "sequence_parallel": True}
+_1F1B: dict[str, Any] = {**_OPTIONS, "microbatches": 16, "schedule": "1F1B"}
+JOBS = {
+    "GPT-3 175B, tp=8 pp=16 dp=8 VPP": (
+        _GPT3, oc.Plan(dp=8, virtual=6, schedule="VPP", microbatches=64, **_OPTIONS), "A100",
+    ),
+    "LLaMA-3 405B on 16,384": (_LLAMA, oc.Plan(dp=128, **_1F1B), "H100"),
+    "LLaMA-3 405B on 99,968": (_LLAMA, oc.Plan(dp=781, **_1F1B), "H100"),
+}  # fmt: skip
+
+
+def job(args: Job) -> None:
+    """Price each twice: blocks that one job has recorded are there for the next."""
+    table = Table("job", "s with recordings", "s after them", "GiB resident", "s a step", "MFU")
+    for name, (model, plan, machine) in JOBS.items():
+        took = []
+        for _ in range(2):
+            start = time.perf_counter()
+            cost = oc.price(model, plan, oc.Machine.preset(machine))
+            took.append(f"{time.perf_counter() - start:.2f}")
+        table.add_row(name, *took, f"{_resident():.2f}", f"{cost.seconds:.2f}", f"{cost.mfu:.3f}")
+    Console().print(table)
+
+
+def _resident() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def gpt3(args: Gpt3) -> None:
     """Record and price it for each size of the world."""
     table = Table(
@@ -81,7 +119,7 @@ def gpt3(args: Gpt3) -> None:
         done = time.perf_counter()
         price = recording.cost(oc.Machine.preset(args.machine))
         end = time.perf_counter()
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        used = _resident()
         ranks = dp * args.tensor_parallel
         table.add_row(
             f"{ranks:,}",
@@ -165,5 +203,5 @@ def _parts(name: str, parts: dict[str, tuple[float, float]]) -> Table:
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Gpt3 | Here)  # type: ignore[var-annotated, arg-type]
-    gpt3(chosen) if isinstance(chosen, Gpt3) else here(chosen)
+    chosen = tyro.cli(Gpt3 | Job | Here)  # type: ignore[var-annotated, arg-type]
+    {Gpt3: gpt3, Job: job, Here: here}[type(chosen)](chosen)
