@@ -328,6 +328,32 @@ def test_states_in_the_hosts_memory_take_copies_and_the_hosts_update():
         replace(A100, host_memory=0.0)
 
 
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.layer(torch.fft.fft(x).abs())
+
+
+def test_what_a_model_lacks_is_said():
+    given = {"batch": torch.randn(4, 64), "loss": lambda m, x: m(x).square().mean()}
+    with pytest.raises(oc.errors.PlanError, match="'weight' of LazyLinear has no shape yet"):
+        oc.price(nn.LazyLinear(8), oc.Plan(microbatch=4), "A100", **given)
+    with pytest.raises(RuntimeError) as caught:
+        oc.price(Waves(), oc.Plan(microbatch=4), "A100", **given)
+    assert 'oc.Plan(parameters="float32", compute="float32")' in caught.value.__notes__[-1]
+    full = oc.Plan(microbatch=4, parameters="float32", compute="float32")
+    assert oc.price(Waves(), full, "A100", **given).seconds > 0
+
+
+def test_a_dict_is_one_argument_of_the_loss():
+    batch = {"x": torch.randn(4, 64)}
+    full = oc.Plan(microbatch=4, parameters="float32", compute="float32")
+    assert oc.price(Waves(), full, batch=batch, loss=lambda m, b: m(**b).square().mean()).seconds > 0
+
+
 def test_a_loss_of_another_model_or_of_tensors_beside_the_batch_is_refused():
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     batch = (torch.randn(4, 8), torch.randint(0, 4, (4,)))

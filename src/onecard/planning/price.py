@@ -40,7 +40,7 @@ def price(
         machine: on what; the name of a data sheet ("H100") or a file will do.
         batch: of a module: an example of what it is called with: a tensor, several, or a dict of names with tensors; its rows are
             set to the plan's.
-        loss: (model, *batch) -> the loss, where the model does not return it.
+        loss: (model, *batch) -> the loss, where the model does not return it; a dict is one: (model, {"ids": ids}).
 
     Raises:
         PlanError: the plan does not fit the model.

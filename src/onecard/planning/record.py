@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -21,6 +20,7 @@ from onecard.machine.cost import Machine
 from onecard.place.mesh import ProcessMesh
 from onecard.planning.decoder import build
 from onecard.planning.fold import Folded, face, fold
+from onecard.planning.given_model import check_made, in_precision_of
 from onecard.planning.job import PieceCost
 from onecard.planning.pieces import Pieces
 from onecard.planning.placements import hold_outputs, names_of, place_by_name, placements_of, strange
@@ -95,6 +95,8 @@ def recorded(model: Model, plan: Plan, batch: Any, loss: Loss | None) -> Recorde
             "model and its batch: loss=lambda model, x, y: criterion(model(x), y)",
             "loss",
         )
+    if isinstance(model, nn.Module):
+        check_made(model)
     key = (_face(model, plan), _of_batch(batch), id(loss), part_of(plan, _is_fleets(model, plan)))
     if key not in _known:
         if len(_known) >= KEPT:
@@ -213,7 +215,7 @@ def _of_blocks(given: Any, plan: Plan, batch: Any, loss: Loss | None, all_stay: 
         if plan.recompute == "full":
             _again(model, folded)
         tokens = next((t.shape[1] for t in tree_leaves(parts) if isinstance(t, Tensor) and _is_text(t)), 1)
-        with _precision(plan):
+        with in_precision_of(plan):
             pieces = Pieces(_of_this_model(partial(_record, model, rows, loss, plan)), folded)
         if not pieces.owners:
             raise PlanError(_ANOTHER, "loss")
@@ -366,12 +368,6 @@ def _again(model: nn.Module, folded: Sequence[Folded]) -> None:
         for name in blocks.names:
             block = model.get_submodule(name)
             run_again_in_backward(block)
-
-
-def _precision(plan: Plan) -> Any:
-    if plan.compute == plan.parameters or plan.compute.startswith("float8"):
-        return nullcontext()
-    return torch.autocast("cpu", dtype=getattr(torch, plan.compute))
 
 
 def _of_batch(batch: Any) -> Any:
