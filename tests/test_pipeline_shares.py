@@ -58,7 +58,18 @@ def at_least_one(out: Tensor, y: Tensor) -> Tensor:
     return ce(out, y, reduction="sum") / counted(y).sum().clamp(min=1)
 
 
+def in_chunks(out: Tensor, y: Tensor) -> Tensor:
+    chunks = zip(out.flatten(0, 1).split(3), y.flatten().split(3), strict=True)
+    return torch.stack([F.cross_entropy(a, b, reduction="sum") for a, b in chunks]).sum() / counted(y).sum()
+
+
+def by_row(out: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([F.cross_entropy(a, b, reduction="sum") for a, b in zip(out, y, strict=True)]).mean()
+
+
 MEANS: dict[str, Loss] = {
+    "in chunks": in_chunks,
+    "row by row": by_row,
     "ignored labels": ce,
     "2d": lambda out, y: F.cross_entropy(out.transpose(1, 2), y),
     "the next token's": lambda out, y: ce(out[:, :-1].reshape(-1, 1, CLASSES), y[:, 1:]),
@@ -144,7 +155,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "the largest": (lambda out, y: ce(out, y, reduction="none").topk(3).values.mean(), r"topk\(\) takes from all"),
     "a tuple": (lambda out, y: (ce(out, y), 1), r"your_loss\(out, labels\)\[0\]"),
     "at most": (lambda out, y: ce(out, y).clamp(max=9.0), "clamp at .* is not linear in what all rows give together"),
-    "at least": (lambda out, y: F.relu(ce(out, y) - 0.1), "relu at .* is not linear"),
+    "at least": (lambda out, y: F.relu(ce(out, y) - 1.9), "relu at .* is not linear"),
     "a distance of means": (lambda out, y: ce(out, y) + out.mean().abs(), "abs at .* is not linear"),
     "a branch of means": (lambda out, y: (z := ce(out, y)) * torch.where(z > 9.0, 0.1, 1.0), "gt at .* is not linear"),
 }
@@ -156,6 +167,20 @@ def test_what_cannot_be_seen_is_refused_with_what_to_give(name: str) -> None:
     with pytest.raises(ScheduleError, match=words) as caught:
         weights(loss, *batch())
     assert "loss_weight=" in str(caught.value) or name == "a tuple"
+
+
+def test_a_bend_that_no_value_shows_is_told_and_a_guard_is_none() -> None:
+    with pytest.warns(UserWarning, match=r"goes by values: relu at .* is not linear"):
+        assert weights(lambda out, y: F.relu(ce(out, y) + 0.1), *batch(ignored=False)) == [0.25] * 4
+    guarded: list[Loss] = [
+        lambda out, y: torch.where(torch.isfinite(z := ce(out, y)), z, torch.zeros_like(z)),
+        lambda out, y: (z := ce(out, y)).masked_fill(z.isnan(), 0.0),
+        lambda out, y: torch.where(
+            (n := counted(y).sum()) > 0, ce(out, y, reduction="sum") / n.clamp(min=1), out.sum() * 0
+        ),
+    ]
+    for loss in guarded:
+        close(lost(Shares(loss), *batch()), ce(*batch()), "a guard")
 
 
 def test_two_means_that_agree_by_chance_are_told_when_they_do_not() -> None:

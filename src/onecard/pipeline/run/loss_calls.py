@@ -1,4 +1,4 @@
-"""What a loss calls: operators and their settings, seen while it runs; and whether one of them takes rows together."""
+"""What a loss calls: operators and their settings, seen while it runs; and whether one of them bends a sum over rows."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from onecard._torch.names import OpOverload, fake_tensors, tree_leaves, tree_map
 from onecard.rules.call import schema_of
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import MIXED
+from onecard.static.passes.row_kinds import NOT_LINEAR
 
 LARGE = 1 << 16  # elements of a row
 _SCALES = ("add", "sub", "rsub", "mul", "div")
@@ -79,8 +80,10 @@ def _settings(func: OpOverload) -> tuple[tuple[int, ...], bool]:
     return tuple(places), schema_of(func).functional in _MADE
 
 
-def takes_together(loss_fn: Callable[[Any, Any], Any], value: Any, labels: Any, rows: int, count: int) -> str:
-    """What in a loss is no sum over rows, nor divided by what the labels count, with its line; "": nothing that is known to be.
+def bends_sums(loss_fn: Callable[[Any, Any], Any], value: Any, labels: Any, rows: int, count: int) -> str:
+    """What in a loss is not linear in a sum or mean over rows, with its line; "": nothing that is known to be.
+
+    Where a sum lies decides whether calls with a few rows show it: of ``clamp(max=2)`` nothing is seen below 2.
 
     Args:
         value: what the model returns for ``rows`` rows; ``labels``: those of ``count`` rows.
@@ -102,7 +105,8 @@ def takes_together(loss_fn: Callable[[Any, Any], Any], value: Any, labels: Any, 
                 result = loss_fn(mine, theirs)
             verdict = look.returned(result)
     found = verdict.results[0] if verdict is not None and verdict.results else None
-    return found.where if found is not None and found.how == MIXED else ""
+    # What takes some rows by their number (a loss in chunks) may be right; calls with rows apart and together show it.
+    return found.where if found is not None and found.how == MIXED and found.where.endswith(NOT_LINEAR) else ""
 
 
 def _of_rows(x: Tensor, count: int, rows: int, is_value: bool) -> Tensor:

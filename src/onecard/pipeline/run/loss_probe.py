@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,8 @@ class LossProbe:
         self.dtypes: list[torch.dtype | None] = [*([torch.float64] if small else []), torch.float32, None]
         """Of the numbers; the first that the loss takes. None: those that it gets."""
         self.tolerance = 0.0
+        # What stand-ins are multiplied by, and what is added; and where their wave begins.
+        self.affine, self.phase = (1.0, 0.0), 0.0
         self.means = False  # whether what has no rows is a mean over them, and not the same for all
 
     def fitting(self, p: int, q: int) -> tuple[Trace, set[Divisor] | None]:
@@ -65,6 +67,20 @@ class LossProbe:
         if NOTHING not in fits or not one:  # a row that has no loss adds up by every rule
             trace.blind = trace.blind or trace.chooses
         return trace, fits
+
+    def unfits(self, left: Collection[Divisor], p: int, q: int) -> bool:
+        """Whether values of other sizes show that none of these divisors fits: those of rows on both sides of a bend."""
+        for number, self.affine in enumerate(_AFFINE):
+            self.phase = 0.9 * number
+            dtypes = [*self.dtypes]
+            try:
+                fits = self.fitting(p, q)[1]
+            except ScheduleError:  # such values it does not take
+                fits = None
+            self.dtypes = dtypes
+            if fits is not None and fits.isdisjoint(left):
+                return True
+        return False
 
     def _sizes(self, trace: Trace, divisor: Divisor, groups: list[list[int]]) -> list[float]:
         if not isinstance(divisor, int):
@@ -111,18 +127,34 @@ class LossProbe:
         if not x.is_floating_point():
             made = torch.zeros(shape, dtype=dtype, device=x.device)
         else:
-            few = torch.arange(WAVE, dtype=torch.float64, device="cpu").mul_(1.7).sin_().to(x.device, dtype)
+            few = (
+                torch.arange(WAVE, dtype=torch.float64, device="cpu")
+                .mul_(1.7)
+                .add_(self.phase)
+                .sin_()
+                .to(x.device, dtype)
+            )
             count, shares = math.prod(shape), 1 if rest else 3
             wave = few.repeat(-(-count // WAVE))[:count].view(shares, -1)
             middle, high = torch.tensor([[0.35, 0.05], [0.5, 0.3], [0.65, 0.15]], dtype=dtype, device=x.device)[
                 :shares
             ].T
             made = wave.mul_(high[:, None]).add_(middle[:, None]).view(shape)
+            made = made.mul_(self.affine[0]).add_(self.affine[1])
         if rest and self.means and x.is_floating_point():
             return made + 0.1 * sum(range(begin, end)) / (end - begin)
         return made if rest else made[each * begin : each * end]
 
 
+def _affine(i: int) -> tuple[float, float]:
+    """A factor and a summand: every other one leaves numbers within (0, 1), probabilities still."""
+    u, v = i * 0.6180339887 % 1, i * 0.7548776662 % 1
+    if i % 2:
+        return 0.05 + 0.9 * u, (0.95 - 0.9 * u) * v
+    return 10 ** (4 * u - 1.5), (2 * v - 1) * 10 ** (4 * u - 1.5)
+
+
+_AFFINE = tuple(map(_affine, range(96)))
 _NEAR = {torch.float64: 1e-8, torch.float32: 5e-6}
 
 

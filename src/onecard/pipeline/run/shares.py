@@ -22,13 +22,16 @@ from onecard import recorded
 from onecard._torch.names import fakes, tree_leaves
 from onecard.comm.base.state import Kept
 from onecard.errors import ScheduleError
-from onecard.pipeline.run.loss_calls import LossCalls, takes_together
+from onecard.pipeline.run.loss_calls import LossCalls, bends_sums
 from onecard.pipeline.run.loss_probe import HOW, NOTHING, SAMPLES, Divisor, LossProbe, apart, untouched, without_rows
 from onecard.pipeline.run.traced import Made, Unknown
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.staged import is_elsewhere
 
 SELDOM = 512  # a branch between microbatches is looked for in the steps 1, 2, 4, 8, ..., and in one of so many
+
+
+_GUARDS = ("eq", "ne", "isnan", "isinf", "isfinite", "where", "masked_fill")
 
 
 class Shares:
@@ -106,6 +109,15 @@ class Shares:
                 stacklevel=2,
             )
 
+    def _tell_bend(self, where: str) -> None:
+        """Of what no value that was tried has shown; a guard (isfinite, a count that may be 0) is not to be shown."""
+        if where.partition(" ")[0] not in _GUARDS:
+            warnings.warn(
+                f"whether the loss of a batch follows from those of its microbatches goes by values: {where}. It did for all "
+                f"that were tried; where it does not, a pipeline computes another loss. If that is meant, {HOW}",
+                stacklevel=2,
+            )
+
     def _check_values(self, value: Any) -> None:
         """What has no rows, and differs between microbatches, is a mean over rows of each, which weighs as many."""
         now = map(_here, without_rows(value, 0))
@@ -170,22 +182,26 @@ class Shares:
             trace = probe.look([0, probe.count - 1], (0, 2))[1]
             chosen = apart(trace.divisors, whole, probe.count)
             trace, left = probe.fitting(*chosen)
-            together = "" if trace.blind else takes_together(self.loss_fn, value, whole, rows, probe.count)
+            bends = "" if trace.blind else bends_sums(self.loss_fn, value, whole, rows, probe.count)
             if lone and left and not trace.blind:
                 probe.means = True
                 means = probe.fitting(*chosen)[1]
                 left, lone = (left & means, []) if means and left & means else (left, lone)
+                probe.means = False
+            if bends and left and not probe.unfits(left, *chosen):
+                self._tell_bend(bends)
+                bends = ""
         if trace.blind:
             raise ScheduleError(f"the loss divides by {trace.blind}, of which each microbatch has its own: {HOW}")
         self._numbers, self._without_rows = trace.divisors, [_here(x).clone() for x in lone]
         every: list[Divisor] = [*range(len(trace.divisors)), SAMPLES, NOTHING]
         self._left = every[:-1] if left is None else [d for d in every if d in left]
-        if together or not self._left:
+        if bends or not self._left:
             why = (
                 "it is no sum over rows that is divided by their number, or by one number computed from the labels (but by "
                 "several, or it takes a root, or compares rows)"
             )
-            why = ": ".join(filter(None, ("" if self._left else why, together)))
+            why = ": ".join(filter(None, ("" if self._left else why, bends)))
             raise ScheduleError(
                 f"the loss of a batch does not follow from those of its microbatches: {why}, so that a pipeline, which has one "
                 f"microbatch at a time, computes another loss. If that is meant, {HOW}"

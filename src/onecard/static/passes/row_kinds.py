@@ -37,6 +37,7 @@ from onecard.static.passes.row_numbers import SCALES, RowNumbers, value_of
 from onecard.static.passes.row_orders import Orders, is_ordered, orders_of
 
 _MEAN = 1  # torch's number for reduction="mean"
+NOT_LINEAR = "is not linear in what all rows give together"
 
 
 class Kinds(RowNumbers):
@@ -285,7 +286,7 @@ class Kinds(RowNumbers):
         return kept[0] if counted and len(kept) == len(zeros) == 1 else None
 
     def _bent(self, call: Call, learns: bool) -> Kind:
-        return self._mixed(call, "is not linear in what all rows give together", learns)
+        return self._mixed(call, NOT_LINEAR, learns)
 
     def _adds_nothing(self, call: Call) -> bool:
         """Whether no number is added to what a call is given."""
