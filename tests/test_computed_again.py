@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -145,6 +146,7 @@ def test_a_copy_has_a_forward_of_its_own() -> None:
             p.zero_()
     assert average(torch.randn(4, 8)).abs().max() == 0
     assert average.blocks[0].forward.module is average.blocks[0]
+    assert [*inspect.signature(average.blocks[0].forward).parameters] == ["x"]
 
 
 def planned() -> list[float]:

@@ -139,6 +139,7 @@ class ForwardAgain:
 
     def __init__(self, module: nn.Module, run: Callable[..., Any] | None = None) -> None:
         self.module, self.forward, self.run = module, module.forward, run
+        self.__wrapped__ = module.forward  # whose signature it has, for who asks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward."""
