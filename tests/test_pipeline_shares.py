@@ -169,6 +169,17 @@ def test_what_cannot_be_seen_is_refused_with_what_to_give(name: str) -> None:
     assert "loss_weight=" in str(caught.value) or name == "a tuple"
 
 
+def test_weights_in_a_column_of_the_labels() -> None:
+    """In float32, where the loss is looked at in float64."""
+    made = torch.Generator().manual_seed(0)
+    out, y = torch.randn(8, 2, generator=made), torch.rand(8, 3, generator=made) + 0.1
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (y[:, 2] * (out - y[:, :2]).square().mean(1)).sum() / y[:, 2].sum()
+
+    close(lost(Shares(loss), out, y), loss(out, y), "a column")
+
+
 def test_a_bend_that_no_value_shows_is_told_and_a_guard_is_none() -> None:
     with pytest.warns(UserWarning, match=r"goes by values: relu at .* is not linear"):
         assert weights(lambda out, y: F.relu(ce(out, y) + 0.1), *batch(ignored=False)) == [0.25] * 4

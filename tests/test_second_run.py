@@ -97,13 +97,13 @@ def test_buffers_that_nobody_changes_are_kept_once():
     block, x = Block(), torch.randn(4, 8)
     kept = []
     for _ in range(3):
-        first, _ = second_run.runs_of(block)
+        first, _ = second_run.runs_of([block])
         with first:
             block(x)
         kept.append(sorted(name for _, name in first.copies))
     changed = ["calls", "mean", "num_batches_tracked", "running_mean", "running_var"]
     assert kept == [changed] * 3
-    first, _ = second_run.runs_of(block)
+    first, _ = second_run.runs_of([block])
     with first:
         assert sum(copy is None for *_, copy in first._before) == 1
 

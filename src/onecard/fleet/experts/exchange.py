@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard import recorded
 from onecard.comm.issue import blocks, plain
 from onecard.comm.issue.blocks import Blocks
 from onecard.comm.issue.handle import Handle
 from onecard.comm.issue.ranks import Ranks, of_ranks
-from onecard.errors import FleetError
+from onecard.errors import FleetError, RecordingError
 from onecard.fleet.layers.once import differentiated_once
 
 Function = torch.autograd.Function
@@ -60,9 +61,16 @@ def sizes_of(counts: Tensor, owned: Sequence[int], group: Ranks) -> RowCounts:
 
     Raises:
         FleetError: a row, of any rank, names an expert that is not there: on all ranks, with the same words.
+        RecordingError: the step is being recorded.
     """
     bounds = [*accumulate(owned, initial=0)]
     table = counts[None] if group.size == 1 else plain.all_gather(counts[None], group, 0, call="sizes")
+    if recorded.recorder is not None:
+        raise RecordingError(
+            "a MoELayer cannot be recorded: the host reads in each forward how many rows go to which rank. Run its step as it "
+            "is, without oc.to_static; or mark stacked experts by Shard(0) along an axis 'ep', whose rows are calls of a "
+            "recording (docs/howto/experts.md)"
+        )
     rows = table.tolist()
     if wrong := {group.ranks[place]: row[-1] for place, row in enumerate(rows) if row[-1]}:
         raise FleetError(

@@ -311,7 +311,7 @@ def _gate(given: Any, d_model: int, experts: int) -> Any:
         if getattr(given, "tot_expert", experts) != experts:
             raise FleetError(f"MoELayer: the router chooses among {given.tot_expert} experts, and there are {experts}")
         return given
-    options = {"type": "gshard", **(given or {})}
+    options = {"type": "gshard", **({"type": given} if isinstance(given, str) else given or {})}
     kind, weight = options.pop("type") or "naive", options.pop("loss_weight", 1.0)
     if kind not in GATES:
         raise FleetError(f"MoELayer: gate type {kind!r}; there are {', '.join(map(repr, GATES))}, or give a router")

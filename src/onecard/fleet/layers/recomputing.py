@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from onecard.errors import FleetError
 from onecard.fleet.grid.rng import get_rng_state_tracker
-from onecard.train.modules.second_run import module_of, run_again_in_backward, runs_of
+from onecard.train.modules.second_run import modules_of, run_again_in_backward, runs_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -28,7 +28,8 @@ def recompute(
     """``function(*args, **kwargs)``, of which backward keeps the arguments alone and runs it again.
 
     Its collectives run again, too, on all ranks alike. May be nested, and used inside anything else. Buffers of a module (batch
-    norm's statistics) are written by the first run alone.
+    norm's statistics) are written by the first run alone, and so is what its modules change in Python: attributes, lists, dicts,
+    arrays, generators, caches in the arguments. Class attributes and global variables are changed twice.
 
     Args:
         preserve_rng_state: draw the same random numbers again, those of the named states (``rng_state``) too.
@@ -55,7 +56,7 @@ def recompute(
 
     def contexts() -> Contexts:
         outer, inner = create_selective_checkpoint_contexts(policy) if policy is not None else (None, None)
-        first, again = runs_of(module_of(function), (args, kwargs))
+        first, again = runs_of(modules_of(function, (args, kwargs)), (args, kwargs))
         return _Inside(first, outer), _Second(preserve_rng_state, again, inner)
 
     return checkpoint(

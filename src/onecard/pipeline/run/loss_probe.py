@@ -86,7 +86,9 @@ class LossProbe:
         if not isinstance(divisor, int):
             return [1.0, 2.0, 3.0] if divisor == SAMPLES else [1.0, 1.0, 1.0]
         try:
-            return [float(trace.divisors[divisor].value(tree_leaves(_chosen(self.whole, group)))) for group in groups]
+            made = trace.divisors[divisor]  # in the loss' own precision: weights among the labels
+            labels = [tree_map(self._widened, _chosen(self.whole, group)) for group in groups]
+            return [float(made.value(tree_leaves(each))) for each in labels]
         except Unknown:
             return [0.0, 0.0, 0.0]
 
