@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard.fleet.utils import recompute, recompute_sequential
 from onecard.testing import run_ranks
-from onecard.train.modules.python_state import PythonState
+from onecard.train.modules.python_state import PythonState, _found
 from onecard.train.modules.second_run import run_again_in_backward
 
 
@@ -194,6 +194,14 @@ def test_modules_that_a_function_calls(way: str) -> None:
             seen += [y.sum().item(), first.layer.weight.grad.sum().item(), second.layer.weight.grad.sum().item()]
         found.append((seen, first.calls, second.mean.sum().item()))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-5) and found[1][1:] == pytest.approx(found[0][1:], rel=1e-5)
+
+
+def test_what_libraries_count_is_theirs() -> None:
+    """A group in an attribute counts its messages, whoever sends them."""
+    block = Counting()
+    block.mesh = oc.ProcessMesh([0], ["dp"])  # type: ignore[assignment]
+    block.device = torch.device("cpu")  # type: ignore[assignment]
+    assert {type(x) for x in _found([block, *block.children()], ())} == {Counting, nn.Linear}
 
 
 def test_a_graph_that_is_kept_begins_anew_each_time() -> None:

@@ -89,7 +89,12 @@ def _found(modules: Sequence[nn.Module], given: Any) -> Iterator[Any]:
             waiting += [(y, depth + 1) for y in (entries.values() if isinstance(entries, dict) else entries)]
 
 
+_OTHERS = ("onecard", "torch")  # groups, meshes, messages under way: what they count is not the forward's
+
+
 def _has_state(x: Any) -> bool:
+    if type(x).__module__.partition(".")[0] in _OTHERS and not isinstance(x, torch.Generator | Tensor):
+        return False
     if isinstance(x, list | dict | set | deque | tuple | _DRAWERS):
         return True
     if isinstance(x, np.ndarray):
