@@ -29,14 +29,14 @@ def same_entries(fits: Any, modules: Sequence[tuple[str, nn.Module]]) -> None:
     """
     held = [(f"{kind} of {name}", entries) for name, module in modules for kind, entries in _of(module)]
     entries = [x for _, x in held]
-    counts = fits.fact("how many entries", [*map(len, entries)])
+    counts = fits.fact("how many entries", tuple(map(len, entries)))
     absent = fits.fact("absent", _none_in(entries))
     if len(counts) != len(entries):
         fits.miss(fits.code("True"), "the modules of the program")
         return
     if counts:
         words = partial(_changed, held, counts)
-        fits.miss(fits.code("list(map(len, {})) != {}", fits.slot(entries), fits.slot(counts)), words)
+        fits.miss(fits.code("tuple(map(len, {})) != {}", fits.slot(entries), fits.slot(counts)), words)
     _still_none(fits, held, absent)
 
 
