@@ -128,6 +128,7 @@ HOW: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", [Counting, Listing, Cached, Drawing])
 def test_the_second_run_begins_from_what_the_first_one_began_from(kind: type[Counting], how: str) -> None:

@@ -80,20 +80,20 @@ def _trained(level: str, loss_of: Callable[[Tensor, Tensor], Tensor], width: int
     return seen, [str(each.message) for each in told]
 
 
-def _all_levels() -> dict[tuple[str, str, int], tuple[list[float], list[str]]]:
-    cases = [(level, "ignoring", 6) for level in MARKS] + [
-        ("stage 3", "ignoring", 6), ("stage 3", "ignoring", 128), ("stage 3", "weighted", 6), ("stage 3", "masked", 6)
-    ]  # fmt: skip
-    # By a level of the manual kind each rank has a loss of its own, whose mean is one card's where all labels count.
-    return {case: _trained(case[0], LOSSES[case[1]], case[2]) for case in cases} | {
-        (level, "plain", 6): _trained(level, F.cross_entropy, 6) for level in HAND
-    }
+CASES = [
+    *((level, "ignoring", 6) for level in MARKS), ("stage 3", "ignoring", 128),
+    *(("stage 3", loss, 6) for loss in LOSSES), *((level, "plain", 6) for level in HAND),
+]  # fmt: skip
+"""By a level of the manual kind each rank has a loss of its own, whose mean is one card's where all labels count."""
 
 
-def test_counts_are_the_batchs_and_nothing_is_told() -> None:
+@pytest.mark.share(3)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_counts_are_the_batchs_and_nothing_is_told(case: tuple[str, str, int]) -> None:
     """A small stage 3 gathers its rows, labels too; a large one its weights."""
-    wanted = {(loss, width): _trained("", LOSSES[loss], width)[0] for loss in LOSSES for width in (6, 128)}
-    wanted["plain", 6] = _trained("", F.cross_entropy, 6)[0]
-    for (level, loss, width), (found, told) in run_ranks(_all_levels, 2, timeout=300.0)[0].items():
-        assert found == pytest.approx(wanted[loss, width], rel=1e-5), (level, loss, width)
-        assert not told, (level, loss, width, told)
+    level, loss, width = case
+    loss_of = LOSSES.get(loss, F.cross_entropy)
+    wanted = _trained("", loss_of, width)[0]
+    found, told = run_ranks(_trained, 2, level, loss_of, width, timeout=120.0)[0]
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert not told, told

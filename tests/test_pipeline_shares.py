@@ -308,8 +308,10 @@ def test_a_branch_on_a_microbatchs_values_is_told() -> None:
 
     out, y = batch(ignored=False)
     assert len({ce(a, b).item() < 2.2 for a, b in zip(out.split(2), y.split(2), strict=True)}) == 2
+    shares = Shares(clipped)
+    lost(shares, out, y)
     with pytest.warns(UserWarning, match="other operators for microbatch . than for the first one"):
-        lost(Shares(clipped), out, y)
+        lost(shares, out, y)
 
 
 def test_numbers_that_earlier_stages_hand_on_are_means_over_rows() -> None:

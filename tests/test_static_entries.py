@@ -84,6 +84,7 @@ def _trained(comes: Any, options: dict[str, Any] | None) -> tuple[list[float], l
     return seen, [str(each.message) for each in told]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("options", [{}, {"k_steps": 2}], ids=["recorded", "in microbatches"])
 @pytest.mark.parametrize("name", COMERS)
 def test_what_comes_later_is_seen_at_once(name: str, options: dict[str, Any]) -> None:

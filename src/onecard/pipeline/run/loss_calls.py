@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,21 +14,27 @@ from torch import Tensor
 
 from onecard._torch.modes import DispatchMode
 from onecard._torch.names import OpOverload, fake_tensors, tree_leaves, tree_map
+from onecard.comm.base import record
 from onecard.rules.call import schema_of
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import MIXED
 from onecard.static.passes.row_kinds import NOT_LINEAR
+from onecard.tensor.dist_tensor import DistTensor
 
 LARGE = 1 << 16  # elements of a row
 _SCALES = ("add", "sub", "rsub", "mul", "div")
 """Operators of a tensor and a number, which is no setting: where it comes from values, each call has another."""
-_MADE = ("lift_fresh", "_local_scalar_dense")
+_TABLES = ("index", "index_select", "gather", "embedding", "take")
+"""Operators that pick from their first argument: weights of classes, by labels."""
 
 
 class LossCalls(DispatchMode):
-    """Sees what a loss calls, in order: operators, with what is no size, and the tensors of others than those that it is given.
+    """Sees what a loss calls, in order: operators, with what is no size, and which tensor holds the weights of classes.
 
     A loss that calls the same divides by the same.
+
+    Attributes:
+        alone: whether it is this rank's own: what messages and distributed tensors call depends on what is known of them.
     """
 
     keeps_values = True
@@ -36,8 +42,21 @@ class LossCalls(DispatchMode):
     def __init__(self, values: Any, labels: Any) -> None:
         super().__init__()
         self._found: list[tuple[Any, ...]] = []
+        self.alone = not any(isinstance(x, DistTensor) for x in tree_leaves((values, labels)))
         # Of those that are made in it none is held: what takes the identity of one that is gone was made later.
         self._known = {id(x) for x in tree_leaves((values, labels)) if isinstance(x, Tensor)}
+
+    def __enter__(self) -> LossCalls:
+        record.observers.here.append(self._sends)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *fault: Any) -> None:
+        super().__exit__(*fault)
+        record.observers.here.remove(self._sends)
+
+    def _sends(self, message: Any) -> None:
+        self.alone = False
 
     @property
     def key(self) -> int:
@@ -46,12 +65,22 @@ class LossCalls(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
-        known, (places, from_python) = self._known, _settings(func)
-        found: list[Any] = [func]
-        for x in (*(args[i] for i in places if i < len(args)), *(kwargs or {}).values()):
-            others = isinstance(x, Tensor) and id(x) not in known and not from_python
-            found.append(id(x) if others else _setting(x))
-        self._found.append(tuple(found))
+        if isinstance(result, Tensor) and result.is_meta:  # a decision, which is made once
+            return result
+        known, (places, table) = self._known, _settings(func)
+        self._found.append(
+            (
+                func,
+                *(
+                    id(args[i])
+                    if i == table and isinstance(args[i], Tensor) and id(args[i]) not in known
+                    else _setting(args[i])
+                    for i in places
+                    if i < len(args)
+                ),
+                *map(_setting, (kwargs or {}).values()),
+            )
+        )
         made = (result,) if isinstance(result, Tensor) else tree_leaves(result)
         known.update(id(x) for x in made if isinstance(x, Tensor))
         return result
@@ -67,9 +96,9 @@ def _setting(x: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _settings(func: OpOverload) -> tuple[tuple[int, ...], bool]:
-    """The arguments of an operator that are no sizes, and no numbers that a value is scaled by; whether it makes a tensor of what
-    Python holds, another one at each call."""
+def _settings(func: OpOverload) -> tuple[tuple[int, ...], int]:
+    """The arguments of an operator that are no sizes, and no numbers that a value is scaled by; which of them holds the weights
+    of classes, -1 if none does."""
     scales = schema_of(func).functional in _SCALES
     kinds = [(str(a.type), a.name) for a in func._schema.arguments]
     places = (
@@ -77,7 +106,9 @@ def _settings(func: OpOverload) -> tuple[tuple[int, ...], bool]:
         for i, (kind, name) in enumerate(kinds)
         if name == "ignore_index" or not ("SymInt" in kind or (scales and "Tensor" not in kind))
     )
-    return tuple(places), schema_of(func).functional in _MADE
+    names = [name for _, name in kinds]
+    weights = next((names.index(name) for name in ("weight", "pos_weight") if name in names), -1)
+    return tuple(places), 0 if schema_of(func).functional in _TABLES else weights
 
 
 def bends_sums(loss_fn: Callable[[Any, Any], Any], value: Any, labels: Any, rows: int, count: int) -> str:
@@ -94,8 +125,9 @@ def bends_sums(loss_fn: Callable[[Any, Any], Any], value: Any, labels: Any, rows
     large = any(2 * few * x.numel() // max(rows, 1) > LARGE for x in tree_leaves(value) if isinstance(x, Tensor))
     verdict = None
     # A loss that reads values cannot be seen so where there are none, nor one of fewer rows where that is refused.
-    # No graph is made, which somebody may count; what learns is known by what it is given.
-    with suppress(Exception), fake_tensors() if large else nullcontext(), torch.no_grad():
+    # No graph is made, which somebody may count; what learns is known by what it is given. A loss of several ranks (parallel
+    # cross entropy) is not looked at: each would choose other sizes.
+    with suppress(Exception), _without_messages(), fake_tensors() if large else nullcontext(), torch.no_grad():
         for k in (1, 2):
             mine = tree_map(lambda x: _of_rows(x, k * few, rows, True) if isinstance(x, Tensor) else x, value)  # noqa: B023
             theirs = tree_map(lambda x: _of_rows(x, k * few, count, False) if isinstance(x, Tensor) else x, labels)  # noqa: B023
@@ -107,6 +139,18 @@ def bends_sums(loss_fn: Callable[[Any, Any], Any], value: Any, labels: Any, rows
     found = verdict.results[0] if verdict is not None and verdict.results else None
     # What takes some rows by their number (a loss in chunks) may be right; calls with rows apart and together show it.
     return found.where if found is not None and found.how == MIXED and found.where.endswith(NOT_LINEAR) else ""
+
+
+@contextmanager
+def _without_messages() -> Iterator[None]:
+    def refuse(message: Any) -> None:
+        raise RuntimeError(f"{message} of a loss that is looked at")
+
+    record.observers.here.append(refuse)
+    try:
+        yield
+    finally:
+        record.observers.here.remove(refuse)
 
 
 def _of_rows(x: Tensor, count: int, rows: int, is_value: bool) -> Tensor:

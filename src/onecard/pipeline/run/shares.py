@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from onecard import recorded
 from onecard._torch.names import fakes, tree_leaves
+from onecard.comm.base import record
 from onecard.comm.base.state import Kept
 from onecard.errors import ScheduleError
 from onecard.pipeline.run.loss_calls import LossCalls, bends_sums
@@ -49,7 +50,7 @@ class Shares:
         self._without_rows: list[Tensor] = []
         self._calls: tuple[int, Any] | None = None  # what the loss called when it was judged, with which shapes
         self._judged: dict[int, tuple[list[Divisor], list[Made], list[Tensor]]] = {}
-        self._told, self._step = False, 0
+        self._told, self._fresh, self._sends, self._step = False, True, False, 0
 
     def lose(
         self, value: Any, i: int, parts: Sequence[Any], whole: Any, sizes: Sequence[int], weights: list[Any] | None
@@ -72,18 +73,21 @@ class Shares:
         if not begins:
             self._check_values(value)
         self._step += begins
-        if not begins and self._step & (self._step - 1) and self._step % SELDOM:
+        seldom = self._step & (self._step - 1) and self._step % SELDOM
+        if not begins and (self._fresh or seldom):
             return self.loss_fn(value, parts[i]), weights
         shapes = [x.shape for x in tree_leaves(value) if isinstance(x, Tensor)]
         # The first one says what the loss calls now, even where it weighs nothing by what it called before.
         with LossCalls(value, parts[i]) as calls, nullcontext() if counts else suppress(Exception):
             loss = self.loss_fn(value, parts[i])
         if begins:
-            if self._calls is not None and calls.key != self._calls[0]:
+            # What is called for the first time fills caches: its next microbatch may call less.
+            self._fresh = calls.key not in self._judged
+            if self._calls is not None and calls.key != self._calls[0] and not self._sends:
                 weights = self._of_others(calls.key, value, i, parts, whole, sizes)
             self._calls = calls.key, shapes
             self._judged.setdefault(calls.key, (self._left, self._numbers, self._without_rows))
-        elif self._calls is not None and (calls.key != self._calls[0] and shapes == self._calls[1]):
+        elif calls.alone and self._calls is not None and (calls.key != self._calls[0] and shapes == self._calls[1]):
             self._tell_branch(i)
         return (loss if weights[i] else None), weights
 
@@ -172,13 +176,26 @@ class Shares:
                 made.append(_parts_of(self._numbers[int(divisor)], parts, whole, by_samples))
         return made
 
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Notes whether a look at the loss sends: ranks would have to look together, and each decides by itself."""
+
+        def hear(message: Any) -> None:
+            self._sends = True
+
+        record.observers.here.append(hear)
+        try:
+            yield
+        finally:
+            record.observers.here.remove(hear)
+
     # -- which divisor it is -------------------------------------------------------------------------------------------
 
     def _judge(self, value: Any, rows: int, whole: Any) -> None:
         """Keep the divisors under which the loss of three rows follows from that of one and that of two."""
         probe = LossProbe(self.loss_fn, value, rows, whole)
         lone = without_rows(value, rows)
-        with recorded.unrecorded(), torch.no_grad(), untouched(self.loss_fn, probe.device):
+        with recorded.unrecorded(), torch.no_grad(), untouched(self.loss_fn, probe.device), self._heard():
             trace = probe.look([0, probe.count - 1], (0, 2))[1]
             chosen = apart(trace.divisors, whole, probe.count)
             trace, left = probe.fitting(*chosen)
