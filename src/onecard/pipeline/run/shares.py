@@ -87,6 +87,8 @@ class Shares:
                 weights = self._of_others(calls.key, value, i, parts, whole, sizes)
             self._calls = calls.key, shapes
             self._judged.setdefault(calls.key, (self._left, self._numbers, self._without_rows))
+            while len(self._judged) > KNOWN:
+                self._judged.pop(next(iter(self._judged)))
         elif calls.alone and self._calls is not None and (calls.key != self._calls[0] and shapes == self._calls[1]):
             self._tell_branch(i)
         return (loss if weights[i] else None), weights
@@ -99,8 +101,6 @@ class Shares:
             self._left, self._numbers, self._without_rows = self._judged[key]
         else:
             self._judge(value, sizes[i], whole)
-            while len(self._judged) >= KNOWN:
-                self._judged.pop(next(iter(self._judged)))
         return self.of(value, i, parts, whole, sizes)
 
     def _tell_branch(self, i: int) -> None:
