@@ -99,6 +99,7 @@ def test_ranks_that_divide_an_update_and_have_other_options_are_told(stage, opti
         run_ranks(by_marks, 2, stage, options, 0)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("kind", ["dp_degree", "mp_degree", "sharding_degree", "os", "p_g_os"])
 def test_ranks_of_a_fleet_that_have_other_rates_are_told(kind):
     with pytest.raises(RankError, match=r"'lr' of group 0 is 0.1 on rank 0 and 0.2 on rank 1"):
@@ -128,6 +129,7 @@ def test_what_ranks_have_otherwise_in_a_recorded_step_is_told_when_it_is_compare
         run_ranks(by_marks, 2, 0, {}, weights, True)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("weights", [1, 2, 3, 4])
 def test_the_same_where_numbers_are_drawn_as_on_one_card(weights, recorded):

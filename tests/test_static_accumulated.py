@@ -183,7 +183,7 @@ def test_a_rank_that_records_anew_has_as_much_to_sum() -> None:
     run_ranks(one_records_anew, 2)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("level", MODELS)
 def test_accumulated_over_recorded_calls(level: str) -> None:
     run_ranks(accumulated, 2, level)

@@ -199,6 +199,7 @@ def far(found: list[list[float]], name: str) -> float:
     )
 
 
+@pytest.mark.share(12)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("k", [4, ROWS])
 def test_a_loss_is_scaled_by_what_the_batch_counts(name: str, k: int) -> None:
@@ -449,6 +450,7 @@ RIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", [*REFUSED, *RIGHT])
 def test_memory_that_is_written_in_part(name: str) -> None:
     """Who writes into some rows of what was the same for all has told them apart."""
@@ -499,6 +501,7 @@ RIGHT_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", [*REFUSED_ROWS, *RIGHT_ROWS])
 def test_activations_that_are_written_in_part(name: str) -> None:
     """Rows that are written to, or chosen, by their number in the batch: a microbatch has other rows there."""
