@@ -329,6 +329,11 @@ def test_numbers_that_earlier_stages_hand_on_are_means_over_rows() -> None:
             found.append(torch.zeros(()) if each is None else each * weights[i])
         return torch.stack(found).sum()
 
+    table = torch.ones(3, CLASSES)  # of as many rows as no microbatch has, beside a number
+    tabled: Loss = lambda out, y: ce((out[0] * out[1].mean()) * out[2], y)  # noqa: E731
+    shares, parts, weights = Shares(tabled), y.split(2), None
+    for i, part in enumerate(out.split(2)):
+        _, weights = shares.lose((part, table, torch.tensor(1.5)), i, parts, y, [2] * 4, weights)
     close(made(mean, numbers), mean((out, numbers.mean()), y), "one divisor")
     close(made(scaled, torch.full((4,), 1.5)), scaled((out, torch.tensor(1.5)), y), "a scale")
     with pytest.raises(ScheduleError, match=r"an auxiliary loss.*no weight fits both"):

@@ -143,7 +143,7 @@ class LossProbe:
             ].T
             made = wave.mul_(high[:, None]).add_(middle[:, None]).view(shape)
             made = made.mul_(self.affine[0]).add_(self.affine[1])
-        if rest and self.means and x.is_floating_point():
+        if not x.dim() and self.means and x.is_floating_point():
             return made + 0.1 * sum(range(begin, end)) / (end - begin)
         return made if rest else made[each * begin : each * end]
 
@@ -160,10 +160,9 @@ _AFFINE = tuple(map(_affine, range(96)))
 _NEAR = {torch.float64: 1e-8, torch.float32: 5e-6}
 
 
-def without_rows(value: Any, rows: int) -> list[Tensor]:
-    """Of a value what is no rows and may be a number of each microbatch; ``rows`` 0: of any number."""
-    found = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
-    return [x for x in found if not x.dim() or (rows and x.shape[0] % rows)]
+def without_rows(value: Any) -> list[Tensor]:
+    """Of a value what is one number, which may be another one for each microbatch."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point() and not x.dim()]
 
 
 def _chosen(labels: Any, rows: list[int]) -> Any:

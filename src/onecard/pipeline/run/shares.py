@@ -77,6 +77,7 @@ class Shares:
         if not begins and (self._fresh or seldom):
             return self.loss_fn(value, parts[i]), weights
         shapes = [x.shape for x in tree_leaves(value) if isinstance(x, Tensor)]
+        loss: Any = None
         # The first one says what the loss calls now, even where it weighs nothing by what it called before.
         with LossCalls(value, parts[i]) as calls, nullcontext() if counts else suppress(Exception):
             loss = self.loss_fn(value, parts[i])
@@ -91,6 +92,8 @@ class Shares:
                 self._judged.pop(next(iter(self._judged)))
         elif calls.alone and self._calls is not None and (calls.key != self._calls[0] and shapes == self._calls[1]):
             self._tell_branch(i)
+        if loss is None and weights[i]:  # it counts now, and what it was called for before was refused
+            loss = self.loss_fn(value, parts[i])
         return (loss if weights[i] else None), weights
 
     def _of_others(
@@ -124,7 +127,7 @@ class Shares:
 
     def _check_values(self, value: Any) -> None:
         """What has no rows, and differs between microbatches, is a mean over rows of each, which weighs as many."""
-        now = map(_here, without_rows(value, 0))
+        now = map(_here, without_rows(value))
         if self._without_rows and not all(map(torch.equal, now, self._without_rows)):
             raise ScheduleError(
                 "the loss is a mean over what its labels count, and an earlier stage hands on a number of its own for each "
@@ -194,7 +197,7 @@ class Shares:
     def _judge(self, value: Any, rows: int, whole: Any) -> None:
         """Keep the divisors under which the loss of three rows follows from that of one and that of two."""
         probe = LossProbe(self.loss_fn, value, rows, whole)
-        lone = without_rows(value, rows)
+        lone = without_rows(value)
         with recorded.unrecorded(), torch.no_grad(), untouched(self.loss_fn, probe.device), self._heard():
             trace = probe.look([0, probe.count - 1], (0, 2))[1]
             chosen = apart(trace.divisors, whole, probe.count)
