@@ -170,7 +170,7 @@ def runs_of(modules: Sequence[nn.Module], given: Any = ()) -> tuple[FirstForward
 
 class ForwardAgain:
     """In the place of a module's forward: keeps its arguments alone, and runs it again in backward. A copy of the module has a
-    forward of its own, as it would by a closure not.
+    forward of its own, which by a closure it would not.
 
     Args:
         module: whose; ``run``: (forward, arguments) -> what it gives; torch's checkpoint if left out.
