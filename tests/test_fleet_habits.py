@@ -153,6 +153,25 @@ def kept_in_place(net: nn.Module, opt: Any, backward: Any) -> None:
     opt.step()
 
 
+def one_buffer(net: nn.Module, opt: Any, backward: Any) -> None:
+    """Gradients in one buffer, which is read and changed, and no ``p.grad``; added to, zeroed in place, and given up."""
+    params = [p for p in net.parameters() if p.requires_grad]
+    flat = torch.zeros(sum(p.numel() for p in params))
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view_as(p)
+    for often in (True, False, True):
+        backward(often=often)
+        flat.clamp_(-0.01, 0.005)
+    opt.step()
+    flat.zero_()
+    backward()
+    flat.copy_(flat.sign() * flat.square())
+    opt.step()
+    opt.zero_grad()
+    backward()
+    opt.step()
+
+
 def in_a_hook(net: nn.Module, opt: Any, backward: Any) -> None:
     """An optimizer that steps while backward runs."""
 
@@ -194,7 +213,7 @@ def closure_lbfgs(net: nn.Module, opt: Any, backward: Any) -> list[float]:
 
 
 HABITS: list[Habit] = [
-    assigned, clamped, own_clipping, by_hand, foreach, trust_ratio, of_autograd, kept_in_place, in_a_hook, hooked, closure
+    assigned, clamped, own_clipping, by_hand, foreach, trust_ratio, of_autograd, kept_in_place, one_buffer, in_a_hook, hooked, closure
 ]  # fmt: skip
 
 

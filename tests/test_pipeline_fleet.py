@@ -62,6 +62,25 @@ def clipped() -> None:
             assert plans[0].get_last_lr() == plans[1].get_last_lr()
 
 
+def in_one_buffer() -> None:
+    """A buffer of all gradients shows what they are, behind the microbatches."""
+    begin("1F1B", 3, 2, pp=2, dp=oc.get_world_size() // 2)
+    single, mine = (build(gpt(1), one, loss_fn=token_loss) for one in (True, False))
+    model = fleet.distributed_model(mine)
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
+        p.grad = part.view_as(p)
+    for step in range(2):
+        group = fleet.get_hybrid_communicate_group().data()
+        x, y = tokens(6 * group.size, step)
+        token_loss(single(x), y).backward()
+        mine_of = slice(6 * group.index, 6 * group.index + 6)
+        model.forward_backward_pipeline([x[mine_of], y[mine_of]])
+        shown = flat.clone()
+        compare(mine, single, f"a buffer, step {step}", gradients=True)
+        assert torch.equal(shown, torch.cat([p.grad.flatten() for p in model.parameters()])), step
+
+
 def scaled() -> None:
     """An infinity on the last stage skips the step on all."""
     begin("1F1B", 2, 2, pp=oc.get_world_size())
@@ -294,7 +313,18 @@ def clipped_as_torch_does() -> None:
 
 
 def on_two_ranks() -> None:
-    programs = [clipped, clipped_as_torch_does, scaled, low_precision, recomputed, nests, weighted, norms, cuts]
+    programs = [
+        clipped,
+        in_one_buffer,
+        clipped_as_torch_does,
+        scaled,
+        low_precision,
+        recomputed,
+        nests,
+        weighted,
+        norms,
+        cuts,
+    ]
     for program in [*programs, custom_schedules]:
         program()
 
@@ -403,7 +433,7 @@ def three_shared() -> None:
 
 
 def on_four_ranks() -> None:
-    for program in (with_data_parallel, with_tensor_parallel, three_shared):
+    for program in (in_one_buffer, with_data_parallel, with_tensor_parallel, three_shared):
         program()
 
 

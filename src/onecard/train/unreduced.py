@@ -27,6 +27,7 @@ class Family:
 
     def __init__(self, members: Iterable[Tensor] = ()) -> None:
         self.backwards = 0  # how often backward has added to any
+        self.task = -1  # the backward at whose end they are summed
         self.become(members)
 
     def become(self, members: Iterable[Tensor]) -> None:
@@ -61,6 +62,7 @@ class Summed:
         trained: it was no frozen one when its gradient was last summed.
         looked: the program has read it since, so that what it assigns is made of the whole.
         asked: so it is of the gradient that ``torch.autograd.grad`` has given it.
+        placed: the gradient, where the program has put it into a tensor of its own: one buffer of all gradients.
     """
 
     __slots__ = (
@@ -74,6 +76,7 @@ class Summed:
         "known",
         "looked",
         "name",
+        "placed",
         "rest",
         "summand",
         "trained",
@@ -89,6 +92,7 @@ class Summed:
         self.kept: Tensor | None = None
         self.dtype: torch.dtype | None = None
         self.wide: Tensor | None = None
+        self.placed: Tensor | None = None
         self.known, self.name = -1, ""
 
     def is_unknown(self) -> bool:
@@ -137,9 +141,18 @@ class Summed:
         self.wide = grad.to(self.dtype) if self.wide is None else self.wide.add_(grad)
         write(p, None)
 
+    def place(self, value: Tensor | None) -> None:
+        """This is the gradient now, and perhaps a part of a tensor in which the program sees it without asking for it."""
+        self.placed = value if value is not None and is_part(value) else None
+
+    def put(self, p: Tensor, total: Tensor) -> None:
+        """The whole gradient stands where the program looks for it."""
+        write(p, total if self.placed is None else self.placed.copy_(total))
+
     def assign(self, before: Tensor | None, value: Tensor | None) -> None:
         """The program has put another gradient in its place."""
         self.kept = self.wide = None
+        self.place(value)
         if value is None:
             self.is_whole()
         elif self.asked:
@@ -156,6 +169,13 @@ class Summed:
 
     def __reduce__(self) -> Any:
         return _nothing, ()
+
+
+def is_part(x: Tensor) -> bool:
+    """Whether its memory is another tensor's, too."""
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        return False
+    return x._base is not None or x.untyped_storage().nbytes() > x.numel() * x.element_size()
 
 
 _HELD = ("summand", "uneven", "known", "looked", "asked", "hooked", "trained", "kept", "wide")

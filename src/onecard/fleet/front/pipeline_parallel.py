@@ -16,6 +16,7 @@ from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.fleet.experts.staged import has_routers, routed_stage
 from onecard.fleet.front.wrapped import DistributedModel
+from onecard.fleet.gradients import hooks
 from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.gradients.scaling import GradScaler
 from onecard.fleet.grid.strategy import DistributedStrategy
@@ -118,7 +119,7 @@ class PipelineParallel(DistributedModel):
         self.begins()
         self._elsewhere.begin()
         weights = self._weights(labels, sizes)
-        with _weighed(weights):
+        with _weighed(weights), hooks.in_stages([*self.module.parameters()]):
             loss = self._runner.step(self._plan(len(sizes)), inputs, labels, sizes, weights, scale)
         self._elsewhere.check(self._layers[0].stages)
         self._compare()

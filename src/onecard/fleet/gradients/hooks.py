@@ -8,8 +8,8 @@ optimizer's own included, sees one rank's gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +33,8 @@ from onecard.train.unreduced import Family, Summed, is_due, of, read, watch_alik
 _owners: Kept[Any] = Kept(WeakIdKeyDictionary)
 """Of gradients that were read. An attribute of theirs would be taken along by torch.save."""
 
+
+_in_stages: Kept[bool] = Kept(bool)
 
 models: Kept[WeakKeyDictionary[Any, int]] = Kept(WeakKeyDictionary)
 """Models that take in what has come into them since they were last called, by numbers that are alike on all ranks."""
@@ -89,6 +91,7 @@ def watch(p: Tensor, family: Family | None = None) -> Summed:
         state.summand = state.uneven = read(p) is not None
         state.known = -1 if state.summand else 0
         state.trained = p.requires_grad
+        state.place(read(p))
         _hook(p)
     if family is not None and family is not state.family:
         state.known = -1 if state.is_unknown() else family.backwards
@@ -142,6 +145,24 @@ def _after(p: Tensor) -> None:
         state.looked = state.hooked = state.asked = False
         if state.family is not None:
             state.family.backwards += 1
+            if state.placed is not None and not _in_stages.here and state.family.task != (task := _torch.graph_task()):
+                state.family.task = task
+                _torch.queue_callback(partial(_show, state.family))
+
+
+def _show(family: Family) -> None:
+    """The end of a backward into a buffer of the program, which reads it without asking for a gradient."""
+    family.task = -1
+    sums.sync(q for q in family.members() if of(q).is_unknown())  # type: ignore[union-attr]
+
+
+@contextmanager
+def in_stages(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, backward runs for microbatches, while other stages are elsewhere: what a buffer shows is summed at the end."""
+    with _in_stages.during(True):
+        yield
+    if any((state := of(p)) is not None and state.placed is not None for p in parameters):
+        sync(parameters)
 
 
 def look(p: Tensor, state: Summed) -> None:

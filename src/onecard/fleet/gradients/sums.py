@@ -58,7 +58,7 @@ def sync(parameters: Iterable[Tensor], step: bool = False, call: str = "gradient
     for p, state in states.items():
         if state.wide is not None:
             total = state.wide if state.kept is None else state.wide.add_(state.kept)
-            write(p, total.to(p.dtype))
+            state.put(p, total.to(p.dtype))
         elif state.kept is not None:
             write(p, state.kept.add_(read(p)))
         state.kept = state.wide = None

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate
 
 from onecard.errors import FleetError
 from onecard.place.layout import Layout
 from onecard.tensor import DistTensor
+from onecard.tensor.convert import shard_tensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec
 from onecard.train import shard as shards
@@ -92,6 +94,21 @@ def summand(twin: Any, grad: Tensor) -> DistTensor:
     if (losses := losses_of(twin)) > 1:
         grad = grad / losses
     return wrap(grad, Spec.make(layout, twin.shape, tuple(grad.stride()), grad.dtype, grad.device))
+
+
+def lay_out_gradient(twin: Any) -> None:
+    """A plain gradient that the program has put there, and backward is about to add to: whole on each rank, as one card has it.
+
+    Raises:
+        FleetError: it is a part of a buffer, in which the program would look for it.
+    """
+    if unreduced.is_part(twin.grad):
+        raise FleetError(
+            f"a gradient of shape {list(twin.shape)} was set to a part of another tensor, which would not see the average: under "
+            "group_sharded_parallel a rank keeps a part of each gradient. Let backward make it (p.grad = None), and read p.grad "
+            "after backward; torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) knows the norm of all"
+        )
+    twin.grad = shard_tensor(twin.grad, twin.mesh, [Replicate()] * twin.mesh.ndim)
 
 
 def finish(parameters: Iterable[Any]) -> None:

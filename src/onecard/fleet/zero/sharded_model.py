@@ -24,7 +24,17 @@ from onecard.comm.issue import groups, plain
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import FleetError
 from onecard.fleet.gradients import holders, hooks, merging
-from onecard.fleet.gradients.twins import add_up_in, added, losses_of, pair, sum_of_losses, summand, trained, twin_of
+from onecard.fleet.gradients.twins import (
+    add_up_in,
+    added,
+    lay_out_gradient,
+    losses_of,
+    pair,
+    sum_of_losses,
+    summand,
+    trained,
+    twin_of,
+)
 from onecard.fleet.grid import topology
 from onecard.fleet.zero import carried
 from onecard.fleet.zero.local_parameter import (
@@ -172,6 +182,8 @@ class Sharded:
 
         def run(p: Any) -> None:
             grad = local_gradient(p)
+            if isinstance(twin.grad, Tensor) and not isinstance(twin.grad, DistTensor):
+                lay_out_gradient(twin)
             added(twin)
             self.reducer.before(twin)
             if twin.grad is None:
