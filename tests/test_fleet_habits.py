@@ -213,7 +213,8 @@ def closure_lbfgs(net: nn.Module, opt: Any, backward: Any) -> list[float]:
 
 
 HABITS: list[Habit] = [
-    assigned, clamped, own_clipping, by_hand, foreach, trust_ratio, of_autograd, kept_in_place, one_buffer, in_a_hook, hooked, closure
+    assigned, clamped, own_clipping, by_hand, foreach, trust_ratio, of_autograd, kept_in_place, one_buffer, in_a_hook, hooked,
+    closure,
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,10 +50,27 @@ class LossProbe:
         self.means = False  # whether what has no rows is a mean over them, and not the same for all
 
     def fitting(self, p: int, q: int) -> tuple[Trace, set[Divisor] | None]:
-        """The divisors that explain the loss of rows p, p, q by those of p and of p, q; None: nothing can be seen."""
+        """The divisors that explain the loss of a few rows by those of two parts of them; None: nothing can be seen.
+
+        Each row is once the one that is alone, or what is taken of all rows (a largest number) may be the same in both parts.
+        What a single row has none of (a variance) is seen of two and two.
+        """
         if not self.look([p], (0, 1))[0]:  # by a row that has no loss every rule adds up
             p, q = q, p
-        groups = {(0, 1): [p], (1, 3): [p, q], (0, 3): [p, p, q]}
+        trace, fits = self._explaining([p], [p, q])
+        other, swapped = self._explaining([q], [q, p])
+        if fits is None or swapped is None:
+            pairs, of_pairs = self._explaining([p, q], [p, q])
+            trace = trace if fits is not None else pairs if of_pairs is not None else other
+        else:
+            of_pairs = None
+        seen = [found for found in (fits, swapped, of_pairs) if found is not None]
+        return trace, set.intersection(*seen) if seen else None
+
+    def _explaining(self, some: list[int], more: list[int]) -> tuple[Trace, set[Divisor] | None]:
+        """The divisors that explain the loss of some rows and more by those of each."""
+        begin, end = len(some), len(some) + len(more)
+        groups = {(0, begin): some, (begin, end): more, (0, end): some + more}
         found = [self.look(group, part) for part, group in groups.items()]
         (one, two, three), trace = (loss for loss, _ in found), found[-1][1]
         if not all(map(math.isfinite, (one, two, three))):
@@ -67,6 +85,25 @@ class LossProbe:
         if NOTHING not in fits or not one:  # a row that has no loss adds up by every rule
             trace.blind = trace.blind or trace.chooses
         return trace, fits
+
+    def confirms(self, parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[Any]) -> bool:
+        """Whether the loss of the batch follows from those of its microbatches, with these weights; False only if not."""
+        each = max(
+            (x.numel() // max(self.rows, 1) for x in tree_leaves(self.value) if isinstance(x, Tensor)), default=0
+        )
+        if each * self.count > 4 * LARGE or any(isinstance(w, Tensor) for w in weights):
+            return True
+        total, begin = 0.0, 0
+        try:
+            for part, size, weight in zip(parts, sizes, weights, strict=True):
+                if weight:
+                    total += weight * self._called(part, (begin, begin + size))[0]
+                begin += size
+            whole = self._called(self.whole, (0, begin))[0]
+        except Exception:  # what a loss does not take is said where it was judged
+            return True
+        near = self.tolerance * (abs(total) + abs(whole)) * 4
+        return not math.isfinite(total - whole) or abs(total - whole) <= near
 
     def unfits(self, left: Collection[Divisor], p: int, q: int) -> bool:
         """Whether values of other sizes show that none of these divisors fits: those of rows on both sides of a bend."""
@@ -84,7 +121,7 @@ class LossProbe:
 
     def _sizes(self, trace: Trace, divisor: Divisor, groups: list[list[int]]) -> list[float]:
         if not isinstance(divisor, int):
-            return [1.0, 2.0, 3.0] if divisor == SAMPLES else [1.0, 1.0, 1.0]
+            return [float(len(group)) if divisor == SAMPLES else 1.0 for group in groups]
         try:
             made = trace.divisors[divisor]  # in the loss' own precision: weights among the labels
             labels = [tree_map(self._widened, _chosen(self.whole, group)) for group in groups]
@@ -95,7 +132,7 @@ class LossProbe:
     def look(self, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
         """The loss of some rows, and what it divided by. In float64, unless something in it is of another dtype."""
         try:
-            return self._called(group, part)
+            return self._called(_chosen(self.whole, group), part)
         except ScheduleError:
             raise
         except Exception as fault:
@@ -107,11 +144,12 @@ class LossProbe:
             del self.dtypes[0]
             return self.look(group, part)
 
-    def _called(self, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
+    def _called(self, labels: Any, part: tuple[int, int]) -> tuple[float, Trace]:
         values = tree_map(lambda x: self._stand_in(x, part) if isinstance(x, Tensor) else x, self.value)
-        labels = tree_map(self._widened, _chosen(self.whole, group))
+        labels = tree_map(self._widened, labels)
         before = _drawn_from()
-        with torch.autocast(self.device.type, enabled=False), Trace(values, labels) as trace:
+        with torch.autocast(self.device.type, enabled=False), Trace(values, labels) as trace, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of so few rows: the loss of a microbatch gives them again
             loss = self.loss_fn(values, labels)
         loss = one_number(unshard(loss) if isinstance(loss, DistTensor) else loss)
         self.tolerance = _NEAR.get(loss.dtype, 2e-2)
@@ -124,7 +162,7 @@ class LossProbe:
     def _stand_in(self, x: Tensor, part: tuple[int, int]) -> Tensor:
         begin, end = part
         each, rest = divmod(x.shape[0], self.rows) if x.dim() else (0, 1)
-        shape = list(x.shape) if rest else [3 * each, *x.shape[1:]]
+        shape = list(x.shape) if rest else [end * each, *x.shape[1:]]
         dtype = (self.dtypes[0] or x.dtype) if x.is_floating_point() else x.dtype
         if not x.is_floating_point():
             made = torch.zeros(shape, dtype=dtype, device=x.device)
@@ -136,11 +174,10 @@ class LossProbe:
                 .sin_()
                 .to(x.device, dtype)
             )
-            count, shares = math.prod(shape), 1 if rest else 3
+            count, shares = math.prod(shape), 1 if rest else end
             wave = few.repeat(-(-count // WAVE))[:count].view(shares, -1)
-            middle, high = torch.tensor([[0.35, 0.05], [0.5, 0.3], [0.65, 0.15]], dtype=dtype, device=x.device)[
-                :shares
-            ].T
+            places = torch.arange(shares, device=x.device) % len(_PLACES)
+            middle, high = torch.tensor(_PLACES, dtype=dtype, device=x.device)[places].T
             made = wave.mul_(high[:, None]).add_(middle[:, None]).view(shape)
             made = made.mul_(self.affine[0]).add_(self.affine[1])
         if not x.dim() and self.means and x.is_floating_point():
@@ -156,6 +193,8 @@ def _affine(i: int) -> tuple[float, float]:
     return 10 ** (4 * u - 1.5), (2 * v - 1) * 10 ** (4 * u - 1.5)
 
 
+_PLACES = ((0.35, 0.05), (0.5, 0.3), (0.65, 0.15), (0.4, 0.2))
+"""Around which number the stand-ins of a row lie, and how far off."""
 _AFFINE = tuple(map(_affine, range(96)))
 _NEAR = {torch.float64: 1e-8, torch.float32: 5e-6}
 

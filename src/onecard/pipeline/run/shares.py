@@ -50,6 +50,7 @@ class Shares:
         self._without_rows: list[Tensor] = []
         self._calls: tuple[int, Any] | None = None  # what the loss called when it was judged, with which shapes
         self._judged: dict[int, tuple[list[Divisor], list[Made], list[Tensor]]] = {}
+        self._confirmed = True
         self._told, self._fresh, self._sends, self._step = False, True, False, 0
 
     def lose(
@@ -67,6 +68,8 @@ class Shares:
         weights = self.of(value, i, parts, whole, sizes) if weights is None else weights
         counts = isinstance(weights[i], Tensor) or bool(weights[i])
         if self._left is None or len(parts) == 1 or recorded.recorder is not None or fakes():
+            if begins and not (self._confirmed or fakes()):
+                self._confirm(value, sizes[i], parts, whole, sizes, weights)
             return self.loss_fn(value, parts[i]) if counts else None, weights
         if not counts and not begins:
             return None, weights
@@ -86,6 +89,8 @@ class Shares:
             self._fresh = calls.key not in self._judged
             if self._calls is not None and calls.key != self._calls[0] and not self._sends:
                 weights = self._of_others(calls.key, value, i, parts, whole, sizes)
+            if not (self._confirmed and (self._sends or self._step & (self._step - 1))):
+                self._confirm(value, sizes[i], parts, whole, sizes, weights)
             self._calls = calls.key, shapes
             self._judged.setdefault(calls.key, (self._left, self._numbers, self._without_rows))
             while len(self._judged) > KNOWN:
@@ -167,6 +172,16 @@ class Shares:
                 )
         return found[0]
 
+    def _confirm(
+        self, value: Any, rows: int, parts: Sequence[Any], whole: Any, sizes: Sequence[int], weights: Sequence[Any]
+    ) -> None:
+        """Where rows are small the loss of the whole batch is compared, with its own labels."""
+        self._confirmed = True
+        probe = LossProbe(self.loss_fn, value, rows, whole)
+        with recorded.unrecorded(), torch.no_grad(), untouched(self.loss_fn, probe.device), self._heard():
+            if not probe.confirms(parts, sizes, weights):
+                raise ScheduleError(_APART.format(_NO_SUM))
+
     def _weights(self, parts: Sequence[Any], whole: Any, by_samples: list[float]) -> list[list[Any]]:
         """Those of each divisor that is left."""
         made: list[list[Any]] = []
@@ -196,6 +211,7 @@ class Shares:
 
     def _judge(self, value: Any, rows: int, whole: Any) -> None:
         """Keep the divisors under which the loss of three rows follows from that of one and that of two."""
+        self._confirmed = False
         probe = LossProbe(self.loss_fn, value, rows, whole)
         lone = without_rows(value)
         with recorded.unrecorded(), torch.no_grad(), untouched(self.loss_fn, probe.device), self._heard():
@@ -217,17 +233,17 @@ class Shares:
         every: list[Divisor] = [*range(len(trace.divisors)), SAMPLES, NOTHING]
         self._left = every[:-1] if left is None else [d for d in every if d in left]
         if bends or not self._left:
-            why = (
-                "it is no sum over rows that is divided by their number, or by one number computed from the labels (but by "
-                "several, or it takes a root, or compares rows)"
-            )
-            why = ": ".join(filter(None, ("" if self._left else why, bends)))
-            raise ScheduleError(
-                f"the loss of a batch does not follow from those of its microbatches: {why}, so that a pipeline, which has one "
-                f"microbatch at a time, computes another loss. If that is meant, {HOW}"
-            )
+            raise ScheduleError(_APART.format(": ".join(filter(None, ("" if self._left else _NO_SUM, bends)))))
 
 
+_NO_SUM = (
+    "it is no sum over rows that is divided by their number, or by one number computed from the labels (but by several, or it "
+    "takes a root, compares rows, or takes a largest number or a variance of all)"
+)
+_APART = (
+    "the loss of a batch does not follow from those of its microbatches: {}, so that a pipeline, which has one microbatch at a "
+    f"time, computes another loss. If that is meant, {HOW}"
+)
 KNOWN = 16
 _known: Kept[dict[Any, Shares]] = Kept(dict)
 

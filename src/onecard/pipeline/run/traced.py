@@ -20,6 +20,7 @@ _DIVISIONS = (aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scal
 _PRODUCTS = (aten.mul.Tensor, aten.mul_.Tensor)
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+_CUTS = (aten.slice.Tensor, aten.narrow.default)
 _MEAN = 1
 
 
@@ -124,6 +125,8 @@ class Trace(DispatchMode):
             for x in tree_leaves(result):
                 self._note(x, None)
         elif of_labels:
+            if func in _CUTS and any(n in self._read for n in args[2:] if isinstance(n, int) and n > 1):
+                self.blind = "labels that are cut by a number that was read from them in Python (labels[:, : int(n)])"
             link = lambda x: self._made.get(id(x), x) if isinstance(x, Tensor) else x  # noqa: E731
             rows = given[0].shape[0] if given[0].dim() else 0
             made = Made(func, tree_map(link, args), tree_map(link, kwargs), rows)
