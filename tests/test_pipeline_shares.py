@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard import fleet, pipeline
-from onecard.errors import ScheduleError
+from onecard.errors import CommunicationError, ScheduleError
 from onecard.pipeline.run.shares import Shares
 from onecard.testing import run_ranks
 
@@ -453,6 +454,46 @@ def by_marks(names: list[str], size: int) -> None:
                 close(oc.unshard(q.grad), r.grad, f"{name}, recorded, ignored: {ignored}")
     with pytest.raises(ScheduleError, match="but by several"):
         pipeline.step_by_marks(net, OTHERS["two means"][0], x, y)
+
+
+class Faulty:
+    """A loss that ends in the third microbatch of the first step."""
+
+    calls = 0
+
+    def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+        Faulty.calls += out.shape[0] == 2 and out.requires_grad
+        if Faulty.calls == 3:
+            raise ValueError("the third one")
+        return out.square().mean()
+
+
+def after_a_fault() -> None:
+    """A step that ends in the middle leaves messages about, of which none is another pipeline's."""
+    ids, y = torch.arange(32).view(8, 4) % CLASSES, batch(ignored=False)[1]
+    for loss_fn in (roots, Faulty(), MEANS["a mean"]):
+        begin("1F1B", 4, 2, pp=2)
+        torch.manual_seed(0)
+        single = OneCard(descs())
+        torch.manual_seed(0)
+        mine = fleet.PipelineLayer(descs(), loss_fn=loss_fn)
+        model = fleet.distributed_model(mine)
+        if loss_fn is not MEANS["a mean"]:
+            with pytest.raises((ScheduleError, CommunicationError, ValueError), match=r"takes a root|the third one"):
+                model.forward_backward_pipeline([ids, y])
+        else:
+            for step in range(2):
+                x = (ids + step) % CLASSES
+                expected = MEANS["a mean"](single(x), y)
+                expected.backward()
+                close(model.forward_backward_pipeline([x, y]), expected.detach(), f"step {step}")
+                compare(mine, single, f"step {step}", gradients=True)
+
+
+def test_what_a_step_leaves_that_ends_in_the_middle_is_not_the_next_pipelines() -> None:
+    begun = time.monotonic()
+    run_ranks(after_a_fault, 2)
+    assert time.monotonic() - begun < 60.0  # nobody waits for a time-out
 
 
 def test_pipelines_of_layers() -> None:

@@ -10,7 +10,7 @@ import atexit
 import math
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from onecard.comm.issue.groups import back_of
 from onecard.comm.issue.handle import Handle
 from onecard.comm.issue.message import recording
 from onecard.comm.issue.ranks import Ranks, of_ranks
+from onecard.comm.shm.group import ShmGroup
 from onecard.comm.world import world
 from onecard.errors import CommunicationError
 from onecard.recorded import one_node
@@ -139,6 +140,12 @@ def irecv(
     with _starting(what, made):
         work = _line(here, src > here.index, ways).recv([forms.moved(dense)], _place(here, src), tag)
     return Handle(what, made, work, lambda: x if dense is x else x.copy_(dense), (x, dense))
+
+
+def forget(group: Ranks, is_old: Callable[[int], bool]) -> None:
+    """Give up what has come from other ranks, and nobody has taken, under tags that are old."""
+    if group.size > 1 and isinstance(own := group.process_group, ShmGroup):
+        own.forget(is_old)
 
 
 def together(

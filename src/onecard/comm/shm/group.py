@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +77,10 @@ class ShmGroup(Reductions, Copies):
     def recv_anysource(self, given: list[Tensor], tag: int = 0) -> Any:
         """Fills a tensor with one that any rank sent under this tag; the work's `source_rank` tells which."""
         return self._messages.receive(given[0], None, tag, self._timeout)
+
+    def forget(self, is_old: Callable[[int], bool]) -> None:
+        """Gives up messages that have come and that nobody has asked for, by their tags."""
+        self._messages.forget(is_old)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The time-out of calls that name none."""

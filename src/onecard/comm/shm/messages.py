@@ -10,6 +10,7 @@ import ctypes
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import torch
@@ -82,6 +83,12 @@ class Messages:
         self._channel.check()
         if not 0 <= rank < self._size:
             raise ValueError(f"rank {rank} is not in the group, which has {self._size} ranks")
+
+    def forget(self, is_old: Callable[[int], bool]) -> None:
+        """Gives up messages that have come and that nobody has asked for, by their tags."""
+        with self._lock:
+            for box in self._inbox:
+                box.early = deque(arriving for arriving in box.early if not is_old(arriving.tag))
 
     def drain(self) -> None:
         """Completes what has been sent."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onecard.comm.base import failed
+from onecard.comm.base.state import Kept
 from onecard.comm.issue import started
 from onecard.comm.issue.handle import Handle
+from onecard.comm.issue.message import recording
 from onecard.comm.issue.ranks import Ranks
 from onecard.comm.world import pretend
 from onecard.errors import ScheduleError
@@ -21,9 +25,34 @@ _FORWARD, _BACKWARD, _FORM, LOSS = range(4)
 _THERE = 2  # the place of the message that says which gradients there are, beside those of a form
 
 
+_STEPS = 512
+_broken: Kept[bool] = Kept(bool)
+"""Whether a step has failed, of which messages may lie about."""
+
+
 def tag(kind: int, stage: int, microbatch: int = 0, place: int = 0) -> int:
-    """The tag of one tensor. Those of microbatches 4096 apart are the same, and keep their order."""
-    return 1 << 29 | (stage % 512) << 20 | kind << 18 | (microbatch % 4096) << 6 | place % 64
+    """The tag of one tensor, in this step: what one that failed has sent, or waits for, is nothing of the next one's.
+
+    Those of microbatches 64 apart, and of steps 512 apart, are the same, and keep their order.
+    """
+    step = failed.doing.here
+    number = 0 if step is None or recording() else step.number % _STEPS
+    return 1 << 29 | number << 20 | (stage % 64) << 14 | kind << 12 | (microbatch % 64) << 6 | place % 64
+
+
+@contextmanager
+def own_messages(group: Ranks) -> Iterator[None]:
+    """Around a step, within ``joint_step``: it takes no messages that are left of one that has failed."""
+    if _broken.here:
+        now = tag(0, 0) >> 20 & _STEPS - 1
+        # A neighbour may be some steps ahead, where nobody waits for it.
+        old = lambda given: given >> 29 == 1 and (now - (given >> 20)) % _STEPS in range(1, _STEPS // 2)  # noqa: E731
+        started.forget(group, old)
+    try:
+        yield
+    except BaseException:
+        _broken.here = True
+        raise
 
 
 class ArrivingPacket:
