@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fleet_programs import begin, close, compare, part_of, seeded
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.utils.checkpoint import checkpoint
 
 import onecard as oc
 from onecard import fleet
@@ -90,6 +91,8 @@ def random_states() -> dict[str, torch.Tensor]:
         tracker.add("other", 1024)
     with pytest.raises(fleet.FleetError, match="upscale_in_train"):
         fleet.dropout(x, mode="downscale_in_infer")
+    with pytest.raises(fleet.FleetError, match="between 0 and 1"):
+        fleet.dropout(x, 1.5)
     # one card's numbers, of a tensor that is cut
     oc.manual_seed(5)
     part = fleet.dropout(
@@ -107,6 +110,25 @@ def random_states() -> dict[str, torch.Tensor]:
     fleet.model_parallel_random_seed(3)
     convenient = {f"{name} of seed": fleet.dropout(x, 0.5, rng_name=name) for name in ("global_seed", "local_seed")}
     return {"first": first, "global": alike, "local": apart} | convenient
+
+
+def masks_along_the_sequence() -> None:
+    hcg = begin(sep=2)
+    group = hcg.get_sep_parallel_group()
+    x = torch.ones(3, 8, 5)
+    oc.manual_seed(5)
+    with oc.one_card_random():
+        whole = F.dropout(x, 0.5)
+    for balanced in (True, False):
+        oc.manual_seed(5)
+        part = fleet.dropout(context.cut(x, balanced=balanced), 0.5, cut=(1, group), balanced=balanced)
+        assert torch.equal(context.join(part, balanced=balanced), whole), balanced
+    with pytest.raises(fleet.FleetError, match="say balanced=True"):
+        fleet.dropout(context.cut(x), 0.5, cut=(1, group))
+
+
+def test_a_mask_along_the_sequence_is_one_cards() -> None:
+    run_ranks(masks_along_the_sequence, 2)
 
 
 def check_masks(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
@@ -130,7 +152,7 @@ def recomputed() -> None:
     states = mp.get_rng_state_tracker().state_dict()
     layer = seeded(ParallelTransformerLayer, 8, 2, attention_dropout=0.4, hidden_dropout=0.4)
     found, before = {}, [{}]
-    for how in ("none", "selective", "full", "nested", "policy"):
+    for how in ("none", "selective", "full", "nested", "policy", "torch", "torch, reentrant"):
         mp.get_rng_state_tracker().load_state_dict(states)
         torch.manual_seed(11)
         layer.zero_grad()
@@ -139,6 +161,8 @@ def recomputed() -> None:
         if how == "nested":
             layer.recompute = "selective"
             y = fleet.recompute(lambda z: fleet.recompute(layer, layer(z)), x)
+        elif how.startswith("torch"):
+            y = layer(checkpoint(layer, x, use_reentrant="reentrant" in how))
         elif how == "policy":
             y = fleet.recompute(
                 lambda z: layer(layer(z)), x, policy=[torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
@@ -354,7 +378,16 @@ def scaling() -> None:
     begin(dp=1, mp=2)
     layer = seeded(mp.ColumnParallelLinear, 4, 6, gather_output=False)
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
-    scaler = fleet.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    scaler = fleet.GradScaler("cpu", init_loss_scaling=4.0, incr_every_n_steps=2, enable=True)  # by Paddle's names
+    fixed = fleet.GradScaler("cpu", 8.0, use_dynamic_loss_scaling=False)
+    assert fixed.get_scale() == 8.0 and 1.0 < fixed.get_growth_factor() < 1.0 + 1e-6
+    for wrong, words in (
+        ({"init_scale": 1.0, "init_loss_scaling": 2.0}, "are one argument"),
+        ({"decr_every_n_nan_or_inf": 2}, "the scale falls at each infinity"),
+        ({"increase": 2.0}, "it takes device, init_scale"),
+    ):
+        with pytest.raises(fleet.FleetError, match=words):
+            fleet.GradScaler("cpu", **wrong)
     seen = []
     for step in range(3):
         loss = layer(data(3, 4)).square().sum()

@@ -15,6 +15,7 @@ from typing import Any
 
 TENSOR, SHM, FLEET = "the first distributed tensor", "the first shm group", "fleet.init"
 SHARDED = "fleet.group_sharded_parallel"
+NAMED = "the first named random state (`get_rng_state_tracker().add`)"
 WANDB = "the first distributed tensor, where wandb is imported"
 COMPILER = "the first distributed tensor or fleet.init, where torch's compiler is imported"
 
@@ -92,6 +93,11 @@ TABLE: dict[str, Patch] = {
             "torch.distributed.checkpoint.state_dict._iterate_valid_model_state", SHARDED,
             "states of an optimizer find the parameters that it holds",
         ),
+        Patch(
+            "torch.utils.checkpoint._checkpoint_without_reentrant_generator", NAMED,
+            "what runs again in backward draws from named random states what it drew first",
+        ),
+        Patch("torch.utils.checkpoint.CheckpointFunction.forward", NAMED, "the same, with `use_reentrant=True`"),
         Patch("torch.amp.GradScaler.unscale_", FLEET, "an infinity on one rank skips the step on all"),
         Patch("torch.amp.GradScaler.step", FLEET, "the same"),
         Patch("torch.amp.GradScaler.update", FLEET, "the same"),

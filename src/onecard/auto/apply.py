@@ -33,10 +33,11 @@ from onecard.train.modules.second_run import run_again_in_backward
 _ALL_FIRST = "F-then-B"
 STAGES = {1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
 _STEP = "oc.to_static(step, plan=plan), or Engine with Strategy.of_plan(plan), which cut a recorded step"
+_CP = "oc.shard_tensor(ids, mesh, [oc.Shard(0), oc.Shard(1)]) on a mesh ('dp', 'cp')"
 _REFUSED = (
     ("virtual", lambda p: p.virtual > 1, f"in a loop of its own each rank has one stage: {_STEP}"),
     ("microbatches", lambda p: p.pp == 1 < p.microbatches, "the batch is computed in one: oc.to_static(step, plan=plan)"),
-    ("cp", lambda p: p.cp > 1, "needs layers that know of it, as fleet's do"),
+    ("cp", lambda p: p.cp > 1, f"a sequence is divided by marks ({_CP}), or by fleet (sep_degree, fleet.ring_attention)"),
     ("sequence_parallel", lambda p: p.sequence_parallel, "needs layers that know of it, as fleet's do; of others say outputs="),
     ("ep", lambda p: p.ep > 1, "the model's own code says where experts are"),
     ("offload", lambda p: p.offload, "states in the host's memory are fleet's: fleet.group_sharded_parallel(offload=True)"),

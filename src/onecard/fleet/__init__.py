@@ -25,11 +25,12 @@ from onecard.fleet.gradients.clipping import (
 )
 from onecard.fleet.gradients.hooks import sync
 from onecard.fleet.gradients.scaling import GradScaler, distributed_scaler
-from onecard.fleet.grid.rng import dropout, get_rng_state_tracker, model_parallel_random_seed
+from onecard.fleet.grid.rng import get_rng_state_tracker, model_parallel_random_seed
 from onecard.fleet.grid.strategy import DistributedStrategy
 from onecard.fleet.grid.topology import HybridCommunicateGroup, begin, get_hybrid_communicate_group
 from onecard.fleet.layers import mappings, recomputing, saved
 from onecard.fleet.layers.context import ring_attention, ulysses_attention
+from onecard.fleet.layers.dropout import dropout
 from onecard.fleet.layers.initial import (
     Assign,
     Constant,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 from weakref import WeakSet
 
@@ -20,11 +21,48 @@ _unscale, _step, _update = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.s
 _resting: WeakSet[torch.amp.GradScaler] = WeakSet()
 
 
+_PADDLES = {
+    "enable": "enabled",
+    "init_loss_scaling": "init_scale",
+    "incr_ratio": "growth_factor",
+    "decr_ratio": "backoff_factor",
+    "incr_every_n_steps": "growth_interval",
+}
+"""Names of ``paddle.amp.GradScaler``, and torch's."""
+
+
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for a fleet program: an infinity on one rank skips the step, and lowers the scale, on all.
 
-    Source: ``paddle.distributed.fleet.distributed_scaler``.
+    It takes torch's arguments, by Paddle's names, too: ``init_loss_scaling``, ``incr_ratio``, ``decr_ratio``,
+    ``incr_every_n_steps``, ``use_dynamic_loss_scaling``, ``enable``.
+
+    Raises:
+        FleetError: an argument that neither has, or one by both names; what torch's scaler cannot do.
+
+    Source: ``paddle.distributed.fleet.distributed_scaler``, ``paddle.amp.GradScaler``.
+
+    Example:
+        >>> GradScaler("cpu", init_loss_scaling=1024.0).get_scale()
+        1024.0
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.pop("decr_every_n_nan_or_inf", 1) != 1:
+            raise FleetError(
+                "GradScaler(decr_every_n_nan_or_inf=): the scale falls at each infinity, as torch's does: leave it out"
+            )
+        if not kwargs.pop("use_dynamic_loss_scaling", True):  # torch's wants factors that are not 1
+            kwargs |= {"growth_factor": 1.0 + 1e-9, "backoff_factor": 1.0 - 1e-9, "growth_interval": 2**31 - 1}
+        known = inspect.signature(torch.amp.GradScaler).parameters
+        if strange := [name for name in kwargs if name not in known and name not in _PADDLES]:
+            raise FleetError(f"GradScaler({strange[0]}=): it takes {', '.join([*known, *_PADDLES])}")
+        given = inspect.signature(torch.amp.GradScaler).bind_partial(*args).arguments
+        for name in [name for name in kwargs if name in _PADDLES]:
+            if _PADDLES[name] in kwargs or _PADDLES[name] in given:
+                raise FleetError(f"GradScaler: {name} and {_PADDLES[name]} are one argument")
+            kwargs[_PADDLES[name]] = kwargs.pop(name)
+        super().__init__(*args, **kwargs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Sum the gradients, divide them by the scale, and ask all ranks whether theirs are finite."""

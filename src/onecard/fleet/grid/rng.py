@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
+import torch.utils.checkpoint as checkpoint
 from torch import Tensor
 
-from onecard import random
+from onecard._torch import patches
 from onecard.comm.base.state import Kept
-from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
-from onecard.tensor.random_operators.one_card import set_aside
 
 State = list[Tensor]
 
@@ -68,6 +68,8 @@ class RNGStatesTracker:
         if seed in self.seeds.values():
             other = next(known for known, value in self.seeds.items() if value == seed)
             raise FleetError(f"seed {seed} for {name!r} is that of {other!r} already: both would draw the same numbers")
+        _trackers.here.add(self)
+        _draw_again_in_backward()
         before = _now()
         torch.manual_seed(seed)
         self.states[name], self.seeds[name] = _now(), seed
@@ -106,6 +108,8 @@ class RNGStatesTracker:
         for name, each in states.items():
             known = self.states.get(name)
             if known is None or len(known) != len(each):
+                _trackers.here.add(self)
+                _draw_again_in_backward()
                 self.states[name] = [state.clone() for state in each]
                 continue
             for state, new in zip(known, each, strict=True):
@@ -124,6 +128,77 @@ class RNGStatesTracker:
 
 
 _tracker: Kept[dict[str, RNGStatesTracker]] = Kept(dict)
+
+
+_trackers: Kept[WeakSet[RNGStatesTracker]] = Kept(WeakSet)
+"""Those that have states."""
+
+
+class _Second(AbstractContextManager[None]):
+    """What runs again in backward, within ``inner``, begins from the named random states that it began from first.
+
+    ``torch.utils.checkpoint`` does so with the default generators.
+    """
+
+    def __init__(self, inner: AbstractContextManager[Any]) -> None:
+        self.inner, self.before = inner, _states()
+
+    def __enter__(self) -> None:
+        self.now = _states()
+        _put(self.before)
+        self.inner.__enter__()
+
+    def __exit__(self, *fault: Any) -> None:
+        try:
+            self.inner.__exit__(*fault)
+        finally:
+            _put(self.now)
+
+
+class _Again:
+    """A function that runs in forward, and again in backward."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.second = function, _Second(nullcontext())
+        self.inside: AbstractContextManager[Any] = nullcontext()
+
+    def __call__(self, *args: Any) -> Any:
+        inside, self.inside = self.inside, self.second
+        with inside:
+            return self.function(*args)
+
+
+def _states() -> list[tuple[RNGStatesTracker, dict[str, State]]]:
+    return [(tracker, tracker.get_states_tracker()) for tracker in [*_trackers.here] if tracker.states]
+
+
+def _put(states: list[tuple[RNGStatesTracker, dict[str, State]]]) -> None:
+    for tracker, each in states:
+        tracker.set_states_tracker(each)
+
+
+def _draw_again_in_backward() -> None:
+    """Have ``torch.utils.checkpoint`` know of named states, however a program has imported it."""
+
+    def generator(torchs: Callable[..., Any]) -> Callable[..., Any]:
+        def ours(
+            fn: Any, preserve: bool = True, context_fn: Any = checkpoint.noop_context_fn, *args: Any, **kwargs: Any
+        ) -> Any:
+            def contexts() -> tuple[Any, Any]:
+                first, second = context_fn()
+                return first, _Second(second)
+
+            as_it_is = not preserve or not _states() or torch.compiler.is_compiling()
+            return torchs(fn, preserve, context_fn if as_it_is else contexts, *args, **kwargs)
+
+        return ours
+
+    def forward(torchs: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda ctx, fn, preserve, *args: torchs(ctx, _Again(fn) if preserve else fn, preserve, *args)
+
+    of, name = "torch.utils.checkpoint.", "_checkpoint_without_reentrant_generator"
+    patches.replace(f"{of}{name}", checkpoint, name, generator)
+    patches.replace(f"{of}CheckpointFunction.forward", checkpoint.CheckpointFunction, "forward", forward)
 
 
 def get_rng_state_tracker() -> RNGStatesTracker:
@@ -146,62 +221,3 @@ def model_parallel_random_seed(seed: int) -> None:
     torch.manual_seed(begin)
     tracker.add("global_seed", begin + 1)
     tracker.add("local_seed", begin + 2 + hcg.index("mp"))
-
-
-def dropout(
-    x: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    mode: str = "upscale_in_train",
-    rng_name: str | None = None,
-    *,
-    cut: tuple[int, Ranks] | None = None,
-    sizes: Sequence[int] | None = None,
-) -> Tensor:
-    """Dropout from a named random state, or with one card's numbers.
-
-    Args:
-        rng_name: of the tracker; torch's own state if left out.
-        cut: (dim, group), of an x that is this rank's part along ``dim``: the mask is then this part of the mask that one
-            card draws under ``oc.one_card_random`` for the whole, and all ranks must draw from equal states.
-        sizes: lengths of the ranks' parts, if not equal.
-
-    Raises:
-        FleetError: another mode than "upscale_in_train".
-    """
-    if mode != "upscale_in_train":
-        raise FleetError(f"dropout(mode={mode!r}): only 'upscale_in_train' is there; values are scaled by 1 / (1 - p)")
-    if not training or p == 0:
-        return x
-    if rng_name is not None:
-        with get_rng_state_tracker().rng_state(rng_name):
-            return dropout(x, p, cut=cut, sizes=sizes)
-    if cut is None:
-        # Not F.dropout, which on the CPU keeps a mask of the size of x for backward; this one keeps a byte for each number.
-        return torch.native_dropout(x, p, True)[0]
-    return _part_of_one_card(x, p, *cut, sizes)
-
-
-def _part_of_one_card(x: Tensor, p: float, dim: int, group: Ranks, sizes: Sequence[int] | None) -> Tensor:
-    dim = dim % x.dim()
-    lengths = list(sizes) if sizes is not None else [x.shape[dim]] * group.size
-    shape, offset = list(x.shape), [0] * x.dim()
-    shape[dim], offset[dim] = sum(lengths), sum(lengths[: group.index])
-    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    with set_aside():
-        random.fill(mask, random.law("bernoulli_", torch.bool, 1 - p), random.new_key(), shape, offset)
-    return _Masked.apply(x, mask, 0.0 if p == 1 else 1 / (1 - p))
-
-
-class _Masked(torch.autograd.Function):
-    """x * mask * scale, which keeps the mask alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return (x * mask).mul_(scale)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (grads[0] * ctx.saved_tensors[0]).mul(ctx.scale), None, None

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from onecard.errors import FleetError
-from onecard.fleet.grid.rng import get_rng_state_tracker
 from onecard.train.modules.second_run import modules_of, run_again_in_backward, runs_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -57,7 +56,7 @@ def recompute(
     def contexts() -> Contexts:
         outer, inner = create_selective_checkpoint_contexts(policy) if policy is not None else (None, None)
         first, again = runs_of(modules_of(function, (args, kwargs)), (args, kwargs))
-        return _Inside(first, outer), _Second(preserve_rng_state, again, inner)
+        return _Inside(first, outer), _Inside(again, inner)
 
     return checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
@@ -140,23 +139,6 @@ class _Inside(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()
-
-
-class _Second(_Inside):
-    """What the second run is in, at each backward pass anew; it begins from the named random states that the first began from."""
-
-    def __init__(self, preserve: bool, *inside: AbstractContextManager[Any] | None) -> None:
-        super().__init__(*inside)
-        self.tracker = get_rng_state_tracker()
-        self.before = self.tracker.get_states_tracker() if preserve else {}
-
-    def __enter__(self) -> None:
-        now = self.tracker.get_states_tracker()
-        with ExitStack() as stack:
-            stack.callback(self.tracker.set_states_tracker, now)
-            self.tracker.set_states_tracker(self.before or now)
-            stack.enter_context(_Inside(*self.inside))
-            self.stack = stack.pop_all()
 
 
 def recompute_modules(model: nn.Module, names: list[str], policy: Any = None) -> None:

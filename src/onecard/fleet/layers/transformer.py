@@ -12,9 +12,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
-from onecard.fleet.grid.rng import dropout, get_rng_state_tracker
+from onecard.fleet.grid.rng import get_rng_state_tracker
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.fleet.layers import context, sequence
+from onecard.fleet.layers.dropout import dropout
 from onecard.fleet.layers.heads import QKVParallelLinear
 from onecard.fleet.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from onecard.fleet.layers.recomputing import recompute
