@@ -26,7 +26,7 @@ _NO_STATE = (
 _GONE = object()
 _DRAWERS = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _VALUES = np.ndarray | Tensor
-_GLOBAL = (random._inst, np.random.mtrand._rand)
+_GLOBAL = (random.getstate.__self__, np.random.get_state.__self__)  # type: ignore[attr-defined]
 
 
 class PythonState:
