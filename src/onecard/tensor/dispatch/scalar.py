@@ -32,7 +32,9 @@ def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
     if not x._spec.here:
         raise DispatchError(
             f".item() (or bool(), float(), torch.equal) of {describe(x)}: rank {get_rank()} is not in {x.mesh!r}, so it "
-            "does not hold the value. Every rank of the world can have it sent: x.full_tensor().item(), called on all of them"
+            "does not hold the value. Every rank of the world can have it sent: x.full_tensor().item(), called on all of them. "
+            "What is only looked at can wait: return loss.detach() and read it behind the step; torch.distributions look at "
+            "their arguments unless they are given validate_args=False"
         )
     return func(whole_on_mesh(x, "item"))
 

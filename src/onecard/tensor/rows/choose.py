@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onecard._torch.names import DispatchKeySet
+from onecard.comm.world import world
 from onecard.place.layout import Layout
 from onecard.place.parts import axes_of
 from onecard.tensor.aliasing import strides
@@ -33,7 +34,26 @@ def _index(keyset: DispatchKeySet, x: Tensor, indices: list[Tensor | None]) -> T
         token, place = (_positive(i, n) for i, n in zip(indices, x.shape, strict=False))  # type: ignore[arg-type]
         column = place.view(-1, *[1] * (x.dim() - 1))
         return _Choose.apply(x, token).gather(1, column.expand(-1, 1, *x.shape[2:])).squeeze(1)
-    return onward(aten.index.Tensor, keyset, x, indices)
+    return onward(aten.index.Tensor, keyset, x, _by_number(x, indices))
+
+
+@whole(aten.masked_select.default)
+def _masked_select(keyset: DispatchKeySet, x: Tensor, mask: Tensor) -> Tensor:
+    chosen = _by_number(x, [mask]) if x.shape == mask.shape else [mask]
+    if chosen[0] is mask:
+        return onward(aten.masked_select.default, keyset, x, mask)
+    return aten.index.Tensor(x, chosen)
+
+
+def _by_number(x: Tensor, indices: list[Tensor | None]) -> list[Tensor | None]:
+    """Masks as numbers, where every rank has the mask and some have no part of x: these know the shape of ``x[mask]`` by it."""
+    if not isinstance(x, DistTensor) or unknown() or len(x.mesh.process_ids) == world.get_world_size():
+        return indices
+    found = list[Tensor | None]()
+    for index in indices:
+        is_mask = index is not None and index.dtype is torch.bool and not isinstance(index, DistTensor) and index.dim()
+        found += index.nonzero().unbind(1) if is_mask else [index]  # type: ignore[union-attr]
+    return found
 
 
 def _chooses_elements(x: Tensor, indices: list[Tensor | None]) -> bool:
