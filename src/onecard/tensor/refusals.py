@@ -22,8 +22,8 @@ def no_flat_form(spec: Any) -> Exception:
     asks = _asks(sys._getframe(1))
     if asks == "save":
         return DispatchError(
-            f"save_pretrained (or another way to save) met {spec!r}, of which each rank holds only its part. Gather on every "
-            "rank and write on one:\n    whole = {name: onecard.unshard(x).contiguous() for name, x in "
+            f"save_pretrained (or another way to save) met {spec!r}, a distributed tensor; such files have whole ones. Gather "
+            "on every rank and write on one:\n    whole = {name: onecard.unshard(x).contiguous() for name, x in "
             "model.state_dict().items()}\n"
             "    if onecard.get_rank() == 0:\n        model.save_pretrained(path, state_dict=whole)"
         )

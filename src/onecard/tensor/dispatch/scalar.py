@@ -23,6 +23,9 @@ aten = torch.ops.aten
 _included = _torch.SetExcluded
 
 
+_LOOKS = ". torch.distributions look at their arguments unless they are given validate_args=False"
+
+
 @handler(aten._local_scalar_dense.default)
 def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
     """item(): the value on every rank of the mesh; of a stage's, on every rank."""
@@ -32,9 +35,8 @@ def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
     if not x._spec.here:
         raise DispatchError(
             f".item() (or bool(), float(), torch.equal) of {describe(x)}: rank {get_rank()} is not in {x.mesh!r}, so it "
-            "does not hold the value. Every rank of the world can have it sent: x.full_tensor().item(), called on all of them. "
-            "What is only looked at can wait: return loss.detach() and read it behind the step; torch.distributions look at "
-            "their arguments unless they are given validate_args=False"
+            "does not hold the value. Every rank of the world can have it sent: x.full_tensor().item(), called on all of them"
+            + (_LOOKS if x.dtype is torch.bool else "")
         )
     return func(whole_on_mesh(x, "item"))
 
