@@ -154,6 +154,14 @@ def scaled_to_one(out: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(out[:, 0].mean(-1), (t - t.min()) * (t.max() - t.min() + 1e-6).reciprocal())
 
 
+class Counting:
+    calls = 0
+
+    def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return ce(out, y) * (1 + 0.1 * self.calls)
+
+
 def trimmed(out: Tensor, y: Tensor) -> Tensor:
     longest = int((y != -100).sum(1).max())
     return ce(out[:, :longest].reshape(-1, 1, CLASSES), y[:, :longest])
@@ -163,6 +171,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "by the largest": (by_the_largest, "a largest number or a variance of all"),
     "scaled to one": (scaled_to_one, "a largest number or a variance of all"),
     "a variance": (lambda out, y: out.square().mean() + out.var(0).mean(), "a largest number or a variance of all"),
+    "a counter": (Counting(), "another number when it is called again"),
     "trimmed": (trimmed, "labels that are cut by a number that was read from them"),
     "read": (lambda out, y: ce(out, y, reduction="sum") / int((y != -100).sum()), "read from the labels in Python"),
     "two means": (lambda out, y: ce(out, y) + out.square().mean(), "but by several"),

@@ -47,6 +47,7 @@ class LossProbe:
         self.tolerance = 0.0
         # What stand-ins are multiplied by, and what is added; and where their wave begins.
         self.affine, self.phase = (1.0, 0.0), 0.0
+        self.moves = False  # whether the same rows give another number when they come again
         self.means = False  # whether what has no rows is a mean over them, and not the same for all
 
     def fitting(self, p: int, q: int) -> tuple[Trace, set[Divisor] | None]:
@@ -55,7 +56,10 @@ class LossProbe:
         Each row is once the one that is alone, or what is taken of all rows (a largest number) may be the same in both parts.
         What a single row has none of (a variance) is seen of two and two.
         """
-        if not self.look([p], (0, 1))[0]:  # by a row that has no loss every rule adds up
+        once = self.look([p], (0, 1))[0]
+        again = self.look([p], (0, 1))[0]
+        self.moves = abs(once - again) > self.tolerance * (abs(once) + abs(again))
+        if not once:  # by a row that has no loss every rule adds up
             p, q = q, p
         trace, fits = self._explaining([p], [p, q])
         other, swapped = self._explaining([q], [q, p])

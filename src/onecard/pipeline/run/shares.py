@@ -30,8 +30,6 @@ from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.staged import is_elsewhere
 
 SELDOM = 512  # a branch between microbatches is looked for in the steps 1, 2, 4, 8, ..., and in one of so many
-
-
 _GUARDS = ("eq", "ne", "isnan", "isinf", "isfinite", "where", "masked_fill")
 
 
@@ -228,10 +226,19 @@ class Shares:
                 self._tell_bend(bends)
                 bends = ""
         if trace.blind:
-            raise ScheduleError(f"the loss divides by {trace.blind}, of which each microbatch has its own: {HOW}")
+            raise ScheduleError(
+                f"the loss divides by {trace.blind}, of which each microbatch has its own: {HOW}. "
+                "No weight makes a loss that compares rows with each other (a contrastive one) that of one card"
+            )
         self._numbers, self._without_rows = trace.divisors, [_here(x).clone() for x in lone]
         every: list[Divisor] = [*range(len(trace.divisors)), SAMPLES, NOTHING]
         self._left = every[:-1] if left is None else [d for d in every if d in left]
+        if probe.moves and not self._left:
+            raise ScheduleError(
+                "the loss gives another number when it is called again with the same rows: it keeps something (a counter, a "
+                "running mean), of which there is one for each step on one card, and one for each microbatch in a "
+                f"pipeline. Keep it outside of the loss, and change it once a step. If that is meant, {HOW}"
+            )
         if bends or not self._left:
             raise ScheduleError(_APART.format(": ".join(filter(None, ("" if self._left else _NO_SUM, bends)))))
 
