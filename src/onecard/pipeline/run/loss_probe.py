@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onecard import recorded
 from onecard._torch.names import tree_leaves, tree_map
 from onecard.comm.base.state import random_state
 from onecard.errors import ScheduleError
@@ -19,6 +21,8 @@ from onecard.pipeline.run.stage import one_number
 from onecard.pipeline.run.traced import Made, Trace, Unknown
 from onecard.tensor.convert import unshard
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.train.modules.python_state import PythonState
+from onecard.train.modules.second_run import modules_of
 
 WAVE = 997  # numbers that stand-ins repeat
 ROWS = 128  # of the labels, among which two are looked for that count for more and for less
@@ -90,12 +94,17 @@ class LossProbe:
             trace.blind = trace.blind or trace.chooses
         return trace, fits
 
-    def confirms(self, parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[Any]) -> bool:
-        """Whether the loss of the batch follows from those of its microbatches, with these weights; False only if not."""
+    @property
+    def is_small(self) -> bool:
+        """Whether the loss of the whole batch costs little."""
         each = max(
             (x.numel() // max(self.rows, 1) for x in tree_leaves(self.value) if isinstance(x, Tensor)), default=0
         )
-        if each * self.count > 4 * LARGE or any(isinstance(w, Tensor) for w in weights):
+        return each * self.count <= 4 * LARGE
+
+    def confirms(self, parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[Any]) -> bool:
+        """Whether the loss of the batch follows from those of its microbatches, with these weights; False only if not."""
+        if any(isinstance(w, Tensor) for w in weights):
             return True
         total, begin = 0.0, 0
         try:
@@ -233,10 +242,49 @@ def _drawn_from() -> list[Tensor]:
 
 @contextmanager
 def untouched(loss_fn: Any, device: torch.device) -> Iterator[None]:
-    """Inside, a loss may draw and write to its buffers: they are put back."""
+    """Inside, a loss may draw, write to its buffers, and change what it holds (lists, counters): all is put back."""
     kept = [(b, b.clone()) for b in loss_fn.buffers()] if isinstance(loss_fn, nn.Module) else []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    for buffer, before in kept:
-        if not torch.equal(buffer, before):
-            buffer.copy_(before)
+    state = PythonState(modules_of(loss_fn), _held(loss_fn))
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        state.keep_changed()
+        state.begin()
+        for buffer, before in kept:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
+
+
+def _held(function: Any) -> list[Any]:
+    """What a function has at hand: its object, its closure, what of its file it names."""
+    found = [function, getattr(function, "__self__", None)]
+    if isinstance(function, partial):
+        found += [*function.args, *function.keywords.values(), *_held(function.func)]
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # one that is still empty
+                found.append(cell.cell_contents)
+        found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        found += [function.__globals__.get(name) for name in code.co_names]
+    return found
+
+
+def parts_of(number: Made, parts: Sequence[Any], whole: Any, by_samples: list[float]) -> list[Any]:
+    """What each part has of a number."""
+    try:
+        counts = [number.value(tree_leaves(labels)) for labels in (*parts, whole)]
+    except Unknown as fault:
+        raise ScheduleError(f"what the loss divides by cannot be computed for these labels ({fault}): {HOW}") from fault
+    if recorded.recorder is not None and recorded.recorder.listens:
+        return [count / counts[-1] for count in counts[:-1]]
+    *each, total = torch.stack([c.double() for c in counts]).tolist()
+    return [one / total for one in each] if total else by_samples  # of nothing: the loss is no number, as on one card
+
+
+def alike(found: Sequence[Sequence[Any]]) -> bool:
+    """Whether these are the same weights; of tensors, in a recording, the first are taken."""
+    plain = [weights for weights in found if not any(isinstance(w, Tensor) for w in weights)]
+    pairs = [pair for weights in plain[1:] for pair in zip(plain[0], weights, strict=True)]
+    return len(plain) < len(found) or all(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)

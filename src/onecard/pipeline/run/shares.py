@@ -9,7 +9,6 @@ is known by the rules of what it calls, where they know; and it is seen again wh
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -24,8 +23,19 @@ from onecard.comm.base import record
 from onecard.comm.base.state import Kept
 from onecard.errors import ScheduleError
 from onecard.pipeline.run.loss_calls import LossCalls, bends_sums
-from onecard.pipeline.run.loss_probe import HOW, NOTHING, SAMPLES, Divisor, LossProbe, apart, untouched, without_rows
-from onecard.pipeline.run.traced import Made, Unknown
+from onecard.pipeline.run.loss_probe import (
+    HOW,
+    NOTHING,
+    SAMPLES,
+    Divisor,
+    LossProbe,
+    alike,
+    apart,
+    parts_of,
+    untouched,
+    without_rows,
+)
+from onecard.pipeline.run.traced import Made
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.staged import is_elsewhere
 
@@ -62,12 +72,12 @@ class Shares:
         Raises:
             ScheduleError: see ``of``.
         """
-        begins = weights is None
+        begins, fresh = weights is None, self._left is None
         weights = self.of(value, i, parts, whole, sizes) if weights is None else weights
+        if begins and self._left is not None and len(parts) > 1 and not fakes():
+            self._confirm(fresh, value, i, parts, whole, sizes, weights)
         counts = isinstance(weights[i], Tensor) or bool(weights[i])
         if self._left is None or len(parts) == 1 or recorded.recorder is not None or fakes():
-            if begins and not (self._confirmed or fakes()):
-                self._confirm(value, sizes[i], parts, whole, sizes, weights)
             return self.loss_fn(value, parts[i]) if counts else None, weights
         if not counts and not begins:
             return None, weights
@@ -87,8 +97,6 @@ class Shares:
             self._fresh = calls.key not in self._judged
             if self._calls is not None and calls.key != self._calls[0] and not self._sends:
                 weights = self._of_others(calls.key, value, i, parts, whole, sizes)
-            if not (self._confirmed and (self._sends or self._step & (self._step - 1))):
-                self._confirm(value, sizes[i], parts, whole, sizes, weights)
             self._calls = calls.key, shapes
             self._judged.setdefault(calls.key, (self._left, self._numbers, self._without_rows))
             while len(self._judged) > KNOWN:
@@ -160,10 +168,10 @@ class Shares:
             found = self._weights(parts, whole, by_samples)
         except ScheduleError:  # labels of another kind than those that were seen
             found = []
-        if not found or not _alike(found):
+        if not found or not alike(found):
             self._judge(value, sizes[i], whole)
             found = self._weights(parts, whole, by_samples)
-            if not _alike(found):
+            if not alike(found):
                 raise ScheduleError(
                     "what the loss is a mean over cannot be told (it draws random numbers, or is none for a few rows), and it "
                     f"matters for these labels: {HOW}"
@@ -171,12 +179,29 @@ class Shares:
         return found[0]
 
     def _confirm(
-        self, value: Any, rows: int, parts: Sequence[Any], whole: Any, sizes: Sequence[int], weights: Sequence[Any]
+        self,
+        fresh: bool,
+        value: Any,
+        i: int,
+        parts: Sequence[Any],
+        whole: Any,
+        sizes: Sequence[int],
+        weights: list[Any],
     ) -> None:
-        """Where rows are small the loss of the whole batch is compared, with its own labels."""
-        self._confirmed = True
-        probe = LossProbe(self.loss_fn, value, rows, whole)
+        """Where rows are small the loss of the whole batch is compared, with its own labels: once it was judged, and in steps
+        2, 4, 8, ... Ahead of the loss itself, whose results may be written to by its next call."""
+        if not fresh and self._confirmed and (self._sends or self._step & (self._step + 1)):
+            return
+        probe = LossProbe(self.loss_fn, value, sizes[i], whole)
+        if not probe.is_small:
+            return
         with recorded.unrecorded(), torch.no_grad(), untouched(self.loss_fn, probe.device), self._heard():
+            if not fresh:  # what calls other operators now is judged first
+                with LossCalls(value, parts[i]) as calls, suppress(Exception):
+                    self.loss_fn(value, parts[i])
+                if self._calls is None or calls.key != self._calls[0]:
+                    return
+            self._confirmed = True
             if not probe.confirms(parts, sizes, weights):
                 raise ScheduleError(_APART.format(_NO_SUM))
 
@@ -189,7 +214,7 @@ class Shares:
             elif divisor == NOTHING:
                 made.append([1.0] * len(parts))
             else:
-                made.append(_parts_of(self._numbers[int(divisor)], parts, whole, by_samples))
+                made.append(parts_of(self._numbers[int(divisor)], parts, whole, by_samples))
         return made
 
     @contextmanager
@@ -278,22 +303,3 @@ def _here(x: Tensor) -> Tensor:
     """What of it lies on this rank, in each microbatch alike; nothing of what lies elsewhere."""
     local = x._local if isinstance(x, DistTensor) else x.detach()
     return torch.zeros((), device="cpu") if is_elsewhere(local) else local
-
-
-def _parts_of(number: Made, parts: Sequence[Any], whole: Any, by_samples: list[float]) -> list[Any]:
-    """What each part has of a number."""
-    try:
-        counts = [number.value(tree_leaves(labels)) for labels in (*parts, whole)]
-    except Unknown as fault:
-        raise ScheduleError(f"what the loss divides by cannot be computed for these labels ({fault}): {HOW}") from fault
-    if recorded.recorder is not None and recorded.recorder.listens:
-        return [count / counts[-1] for count in counts[:-1]]
-    *each, total = torch.stack([c.double() for c in counts]).tolist()
-    return [one / total for one in each] if total else by_samples  # of nothing: the loss is no number, as on one card
-
-
-def _alike(found: Sequence[Sequence[Any]]) -> bool:
-    """Whether these are the same weights; of tensors, in a recording, the first are taken."""
-    plain = [weights for weights in found if not any(isinstance(w, Tensor) for w in weights)]
-    pairs = [pair for weights in plain[1:] for pair in zip(plain[0], weights, strict=True)]
-    return len(plain) < len(found) or all(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)
