@@ -6,6 +6,8 @@ gradients of a family unknown, also those that only another rank has.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -169,6 +171,24 @@ class Summed:
 
     def __reduce__(self) -> Any:
         return _nothing, ()
+
+
+def _references(p: Tensor) -> int:
+    known = read(p)
+    return sys.getrefcount(known)
+
+
+@functools.cache
+def _of_nobody() -> int:
+    """References to a gradient that nobody but its parameter has."""
+    p = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    write(p, torch.zeros(1, device="cpu"))
+    return _references(p)
+
+
+def is_held(p: Tensor) -> bool:
+    """Whether the program has a gradient at hand, beside the parameter that has it: in a list that it made of all once."""
+    return read(p) is not None and _references(p) > _of_nobody()
 
 
 def is_part(x: Tensor) -> bool:

@@ -28,7 +28,7 @@ from onecard.errors import FleetError
 from onecard.fleet.gradients import sums, twins
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.tensor import DistTensor
-from onecard.train.unreduced import Family, Summed, is_due, of, read, watch_alike, write
+from onecard.train.unreduced import Family, Summed, is_due, is_held, of, read, watch_alike, write
 
 _owners: Kept[Any] = Kept(WeakIdKeyDictionary)
 """Of gradients that were read. An attribute of theirs would be taken along by torch.save."""
@@ -112,9 +112,12 @@ def _hook(p: Tensor) -> None:
 
 def _before(p: Any, grad: Tensor) -> Tensor | None:
     """Backward is about to add a summand: what is whole already is put aside, where a sum of both would count it often."""
-    state, known = of(p), read(p)
+    state = of(p)
     if state is None or state.family is None:
         return None
+    if state.placed is None and is_held(p):
+        state.placed = read(p)
+    known = read(p)
     if _torch.has_hooks_beside(p):  # which see the whole one, as on one card: a clipping of a summand is none
         state.hooked = True
         return sums.whole(p, grad)

@@ -216,9 +216,13 @@ class Reducer:
         with torch.no_grad():
             started.end()
             for param in started.params:
-                kept = self._kept.pop(param, None)
-                if kept is not None:
-                    param.grad.add_(kept)  # type: ignore[union-attr]
+                kept, now = self._kept.pop(param, None), param.grad
+                if kept is None:
+                    continue
+                if isinstance(now, DistTensor) and now._spec.layout is kept._spec.layout and now.dtype == kept.dtype:
+                    param.grad = kept.add_(now)  # the program may have it in a list
+                else:
+                    now.add_(kept)  # type: ignore[union-attr]
 
     def _begin(self, params: list[DistTensor], later: bool, label: str) -> Callable[[], None]:
         """Start the sums of these parameters' gradients; what it gives awaits them."""
