@@ -172,6 +172,25 @@ def one_buffer(net: nn.Module, opt: Any, backward: Any) -> None:
     opt.step()
 
 
+def kept_list(net: nn.Module, opt: Any, backward: Any) -> None:
+    """Gradients in a list that is made once, read, changed and zeroed in place; with several backwards, too."""
+    backward()
+    params = [p for p in net.parameters() if p.requires_grad]
+    grads = [p.grad for p in params]
+    for often in (True, False, True):
+        torch._foreach_clamp_max_(grads, 0.005)
+        torch._foreach_clamp_min_(grads, -0.01)
+        if often:
+            opt.step()
+            torch._foreach_zero_(grads)
+        backward(often=often)
+    opt.zero_grad(set_to_none=False)
+    backward()
+    for g in grads:
+        g.copy_(g.sign() * g.square())
+    opt.step()
+
+
 def in_a_hook(net: nn.Module, opt: Any, backward: Any) -> None:
     """An optimizer that steps while backward runs."""
 
@@ -213,7 +232,8 @@ def closure_lbfgs(net: nn.Module, opt: Any, backward: Any) -> list[float]:
 
 
 HABITS: list[Habit] = [
-    assigned, clamped, own_clipping, by_hand, foreach, trust_ratio, of_autograd, kept_in_place, one_buffer, in_a_hook, hooked,
+    assigned, clamped, own_clipping, by_hand, foreach, trust_ratio,
+    of_autograd, kept_in_place, one_buffer, kept_list, in_a_hook, hooked,
     closure,
 ]  # fmt: skip
 
@@ -561,6 +581,45 @@ def together_hooked(level: str, mode: Any) -> None:
 def test_a_hook_on_several_gradients_sees_whole_ones(level) -> None:
     for mode in ("all", "any"):
         run_ranks(together_hooked, 2, level, mode)
+
+
+def in_a_list(level: str) -> None:
+    """The list of gradients that a program has made once is that of its parameters, where ranks keep parts of them."""
+    begin(dp=2)
+    mesh, found = oc.ProcessMesh([0, 1], ["dp"]), list[Any]()
+    for alone in (True, False):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        mine: Callable[[Tensor], Any] = lambda x: x  # noqa: E731
+        if alone or not level.startswith("Sharding"):
+            opt: Any = torch.optim.SGD(net.parameters(), 0.2, momentum=0.9)
+            if not alone:
+                net, opt = fleet.group_sharded_parallel(net, opt, level)[:2]
+                mine = lambda x: x.chunk(2)[oc.get_rank()]  # noqa: E731
+        else:
+            oc.shard_layer(net, mesh)
+            opt = torch.optim.SGD(net.parameters(), 0.2, momentum=0.9)
+            opt = oc.shard_optimizer(opt, getattr(oc, level)("dp", mesh))
+            mine = lambda x: oc.shard_tensor(x, mesh, [oc.Shard(0)])  # noqa: E731
+        grads, norms = list[Any](), list[float]()
+        for step in range(5):
+            for part in range(1 + step % 2):
+                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + part))
+                net(mine(x)).square().mean().backward()
+            grads = grads or [p.grad for p in net.parameters()]
+            norms.append(float(oc.unshard(torch.stack([g.norm() for g in grads]).norm())))
+            for g in grads:
+                g.mul_(0.1)
+            opt.step()
+            opt.zero_grad(set_to_none=False)
+        found.append([torch.tensor(norms), *(oc.unshard(p.detach()) for p in net.parameters())])
+    for theirs, ours in zip(*found, strict=True):
+        close(ours, theirs, level)
+
+
+@pytest.mark.parametrize("level", ["os", "os_g", "p_g_os", "ShardingStage1", "ShardingStage2", "ShardingStage3"])
+def test_a_list_of_gradients_is_that_of_the_parameters(level: str) -> None:
+    run_ranks(in_a_list, 2, level)
 
 
 def by_layer(level: str) -> None:

@@ -339,6 +339,71 @@ def test_a_loss_that_changes_is_seen_again(names: tuple[str, ...]) -> None:
         close(lost(shares, *batch()), loss(*batch()), (names, step))
 
 
+def with_clamp(out: Tensor, y: Tensor) -> Tensor:
+    return ce(out, y, reduction="sum") / (y != -100).sum().clamp(min=1)
+
+
+def chosen_with_clamp(out: Tensor, y: Tensor) -> Tensor:
+    flat, seen = out.flatten(0, 1), y.flatten() != -100
+    return F.cross_entropy(flat[seen], y.flatten()[seen], reduction="sum") / seen.sum().clamp(min=1)
+
+
+def guarded(out: Tensor, y: Tensor) -> Tensor:
+    loss = ce(out, y)
+    if not torch.isfinite(loss):
+        raise FloatingPointError("no loss")
+    return loss
+
+
+def labels_of(*rows: int) -> Tensor:
+    return torch.tensor(rows).view(-1, 1)
+
+
+@pytest.mark.parametrize("loss", [with_clamp, chosen_with_clamp, guarded, at_least_one])
+def test_right_losses_of_labels_that_tell_little(loss: Loss) -> None:
+    """First and last rows alike, ignored rows, microbatches and batches: nothing of it is refused."""
+    out = torch.randn(8, 1, CLASSES, generator=torch.Generator().manual_seed(0))
+    shares, nothing = Shares(loss), labels_of(*[-100] * 8)
+    batches = [labels_of(1, 2, 3, -100, 2, 1, 1, 0), labels_of(-100, 1, 2, 3, 4, 5, 6, -100)]
+    if loss is not guarded:  # which no batch passes of which a microbatch is ignored
+        batches = [nothing, *batches, labels_of(-100, -100, 2, 3, 4, -100, 6, -100), nothing]
+    for y in batches:
+        close(lost(shares, out, y), loss(out, y), str(y.flatten().tolist()))
+        close(lost(Shares(loss), out, y), loss(out, y), f"anew: {y.flatten().tolist()}")
+
+
+def test_weights_in_the_labels_own_precision() -> None:
+    made = torch.Generator().manual_seed(3)
+    for rows in (8, 256):
+        for _ in range(8):
+            out, w = torch.randn(rows, 4, generator=made), torch.randn(rows, generator=made).abs()
+            loss: Loss = lambda out, w: (out.square().mean(1) * w).sum() / w.sum()  # noqa: E731
+            shares, weights, found = Shares(loss), None, list[Any]()
+            for i, part in enumerate(out.chunk(4)):
+                one, weights = shares.lose(part, i, w.chunk(4), w, [rows // 4] * 4, weights)
+                found.append(one)
+            assert weights is not None
+            total = torch.stack([loss * w for loss, w in zip(found, weights, strict=True)]).sum()
+            close(total, loss(out, w), f"{rows} rows")
+
+
+def test_numbers_that_come_up_later_are_compared_then() -> None:
+    """Nothing of two means is seen while one of them is of nothing: of the first labels that it has, in whichever step."""
+
+    def detected(out: Tensor, y: Tensor) -> Tensor:
+        found = (y == 3).to(out.dtype)
+        return out.square().mean() + (out.mean(-1) * found).sum() / found.sum().clamp(min=1)
+
+    out, y = batch(ignored=False)
+    y[y == 3] = 0
+    shares = Shares(detected)
+    for _ in range(20):
+        close(lost(shares, out, y), detected(out, y), "nothing found")
+    y[1, 0] = y[4, 1] = y[5, 0] = 3
+    with pytest.raises(ScheduleError, match="but by several"):
+        lost(shares, out, y)
+
+
 def test_labels_that_tell_more_than_two_rows_are_compared_whole() -> None:
     flagged: Loss = lambda out, y: out.square().mean() * (1.0 + (y == 3).any())  # noqa: E731
     out, y = batch(ignored=False)

@@ -67,6 +67,9 @@ class LossCalls(DispatchMode):
         result = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(result, Tensor) and result.is_meta:  # a decision, which is made once
             return result
+        if func is torch.ops.aten.detach.default:  # autograd's, where there is a graph
+            self._known.add(id(result))
+            return result
         known, (places, table) = self._known, _settings(func)
         self._found.append(
             (

@@ -51,8 +51,19 @@ class LossProbe:
         self.tolerance = 0.0
         # What stand-ins are multiplied by, and what is added; and where their wave begins.
         self.affine, self.phase = (1.0, 0.0), 0.0
+        self.saw = False  # whether any of the rows had a loss
         self.moves = False  # whether the same rows give another number when they come again
         self.means = False  # whether what has no rows is a mean over them, and not the same for all
+
+    def first_look(self, rows: int) -> Trace:
+        """What the loss divides by, of two rows; of those of a microbatch where a guard of its own does not let these."""
+        dtypes = [*self.dtypes]
+        try:
+            return self.look([0, self.count - 1], (0, 2))[1]
+        except ScheduleError:
+            self.dtypes = dtypes
+            some = min(rows, self.count, _OFTEN)
+            return self.look([*range(some)], (0, some))[1]
 
     def fitting(self, p: int, q: int) -> tuple[Trace, set[Divisor] | None]:
         """The divisors that explain the loss of a few rows by those of two parts of them; None: nothing can be seen.
@@ -60,20 +71,37 @@ class LossProbe:
         Each row is once the one that is alone, or what is taken of all rows (a largest number) may be the same in both parts.
         What a single row has none of (a variance) is seen of two and two.
         """
-        once = self.look([p], (0, 1))[0]
-        again = self.look([p], (0, 1))[0]
-        self.moves = abs(once - again) > self.tolerance * (abs(once) + abs(again))
-        if not once:  # by a row that has no loss every rule adds up
+        if not self._begins(p):  # by a row that has no loss every rule adds up
             p, q = q, p
-        trace, fits = self._explaining([p], [p, q])
-        other, swapped = self._explaining([q], [q, p])
-        if fits is None or swapped is None:
-            pairs, of_pairs = self._explaining([p, q], [p, q])
-            trace = trace if fits is not None else pairs if of_pairs is not None else other
-        else:
-            of_pairs = None
-        seen = [found for found in (fits, swapped, of_pairs) if found is not None]
-        return trace, set.intersection(*seen) if seen else None
+        found = [self._tried([p], [p, q]), self._tried([q], [q, p])]
+        if any(fits is None for _, fits in found):
+            found.append(self._tried([p, q], [p, q]))
+        seen = [(trace, fits) for trace, fits in found if fits is not None and trace is not None]
+        if seen:
+            return seen[0][0], set.intersection(*(fits for _, fits in seen))
+        trace = next((trace for trace, _ in found if trace is not None), None)
+        return (trace, None) if trace is not None else self._explaining([p], [p, q])  # and its error
+
+    def _begins(self, p: int) -> float:
+        """The loss of a row alone, and whether it is another one when it is asked for again; 0 of what it does not take."""
+        dtypes = [*self.dtypes]
+        try:
+            once, again = (self.look([p], (0, 1))[0] for _ in range(2))
+        except ScheduleError:
+            self.dtypes = dtypes
+            return 0.0
+        self.moves = abs(once - again) > self.tolerance * (abs(once) + abs(again))
+        self.saw = self.saw or (math.isfinite(once) and once != 0)
+        return once
+
+    def _tried(self, some: list[int], more: list[int]) -> tuple[Trace | None, set[Divisor] | None]:
+        """As ``_explaining``; (None, None) of rows that the loss does not take: a guard of its own may not let them."""
+        dtypes = [*self.dtypes]
+        try:
+            return self._explaining(some, more)
+        except ScheduleError:
+            self.dtypes = dtypes
+            return None, None
 
     def _explaining(self, some: list[int], more: list[int]) -> tuple[Trace, set[Divisor] | None]:
         """The divisors that explain the loss of some rows and more by those of each."""
@@ -81,6 +109,7 @@ class LossProbe:
         groups = {(0, begin): some, (begin, end): more, (0, end): some + more}
         found = [self.look(group, part) for part, group in groups.items()]
         (one, two, three), trace = (loss for loss, _ in found), found[-1][1]
+        self.saw = self.saw or any(math.isfinite(x) and x for x in (one, two, three))
         if not all(map(math.isfinite, (one, two, three))):
             trace.blind = trace.blind or trace.chooses
             return trace, None
@@ -115,7 +144,7 @@ class LossProbe:
             whole = self._called(self.whole, (0, begin))[0]
         except Exception:  # what a loss does not take is said where it was judged
             return True
-        near = self.tolerance * (abs(total) + abs(whole)) * 4
+        near = max(self.tolerance, _WEIGHED) * (abs(total) + abs(whole))
         return not math.isfinite(total - whole) or abs(total - whole) <= near
 
     def unfits(self, left: Collection[Divisor], p: int, q: int) -> bool:
@@ -167,6 +196,7 @@ class LossProbe:
         loss = one_number(unshard(loss) if isinstance(loss, DistTensor) else loss)
         self.tolerance = _NEAR.get(loss.dtype, 2e-2)
         drawn = not all(map(torch.equal, before, _drawn_from()))
+        self.saw = self.saw or drawn
         return math.nan if drawn else float(loss), trace
 
     def _widened(self, x: Any) -> Any:
@@ -209,7 +239,10 @@ def _affine(i: int) -> tuple[float, float]:
 _PLACES = ((0.35, 0.05), (0.5, 0.3), (0.65, 0.15), (0.4, 0.2))
 """Around which number the stand-ins of a row lie, and how far off."""
 _AFFINE = tuple(map(_affine, range(96)))
-_NEAR = {torch.float64: 1e-8, torch.float32: 5e-6}
+_NEAR = {torch.float64: 1e-6, torch.float32: 5e-6}
+"""Within which numbers of a dtype are the same: losses in float64, too, may have parts in float32."""
+_WEIGHED = 2e-5  # the same of a batch, of which the weights are summed in the labels' own precision
+_OFTEN = 8  # times that a row is taken, to see whether a count with a least value (clamp(min=1)) knows it
 
 
 def without_rows(value: Any) -> list[Tensor]:
@@ -226,7 +259,7 @@ def apart(divisors: Sequence[Made], whole: Any, count: int) -> tuple[int, int]:
     for number in divisors:
         some = range(0, count, -(-count // ROWS))
         try:
-            sizes = {i: float(number.value(tree_leaves(_chosen(whole, [i])))) for i in some}
+            sizes = {i: float(number.value(tree_leaves(_chosen(whole, [i] * _OFTEN)))) for i in some}
         except Unknown:
             continue
         p, q = max(sizes, key=lambda i: sizes[i]), min(sizes, key=lambda i: sizes[i])
@@ -283,8 +316,15 @@ def parts_of(number: Made, parts: Sequence[Any], whole: Any, by_samples: list[fl
     return [one / total for one in each] if total else by_samples  # of nothing: the loss is no number, as on one card
 
 
-def alike(found: Sequence[Sequence[Any]]) -> bool:
-    """Whether these are the same weights; of tensors, in a recording, the first are taken."""
+def agreed(found: Sequence[list[Any]]) -> list[Any] | None:
+    """The weights that all of these are; of tensors, in a recording, the first. None: they differ.
+
+    A microbatch that weighs nothing by one of them has no loss, whatever it weighs by the others.
+    """
     plain = [weights for weights in found if not any(isinstance(w, Tensor) for w in weights)]
-    pairs = [pair for weights in plain[1:] for pair in zip(plain[0], weights, strict=True)]
-    return len(plain) < len(found) or all(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)
+    if len(plain) < len(found):
+        return found[0]
+    pairs = [(a, b) for weights in plain[1:] for a, b in zip(plain[0], weights, strict=True) if a and b]
+    if not all(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs):
+        return None
+    return max(plain, key=lambda weights: weights.count(0.0))

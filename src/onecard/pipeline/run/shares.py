@@ -9,6 +9,7 @@ is known by the rules of what it calls, where they know; and it is seen again wh
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -29,17 +30,18 @@ from onecard.pipeline.run.loss_probe import (
     SAMPLES,
     Divisor,
     LossProbe,
-    alike,
+    agreed,
     apart,
     parts_of,
     untouched,
     without_rows,
 )
-from onecard.pipeline.run.traced import Made
+from onecard.pipeline.run.traced import Made, Unknown
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.staged import is_elsewhere
 
 SELDOM = 512  # a branch between microbatches is looked for in the steps 1, 2, 4, 8, ..., and in one of so many
+OFTEN = 8  # steps in which the loss of the whole batch is compared
 _GUARDS = ("eq", "ne", "isnan", "isinf", "isfinite", "where", "masked_fill")
 
 
@@ -58,7 +60,7 @@ class Shares:
         self._without_rows: list[Tensor] = []
         self._calls: tuple[int, Any] | None = None  # what the loss called when it was judged, with which shapes
         self._judged: dict[int, tuple[list[Divisor], list[Made], list[Tensor]]] = {}
-        self._confirmed = True
+        self._confirmed, self._seen = True, dict[int, tuple[float, float]]()
         self._told, self._fresh, self._sends, self._step = False, True, False, 0
 
     def lose(
@@ -168,15 +170,19 @@ class Shares:
             found = self._weights(parts, whole, by_samples)
         except ScheduleError:  # labels of another kind than those that were seen
             found = []
-        if not found or not alike(found):
-            self._judge(value, sizes[i], whole)
-            found = self._weights(parts, whole, by_samples)
-            if not alike(found):
+        weights = agreed(found) if found else None
+        if weights is None:
+            saw = self._judge(value, sizes[i], whole)
+            weights = agreed(self._weights(parts, whole, by_samples))
+            if weights is None and not saw:  # all that was looked at has no loss: a batch that is ignored
+                self._left = None
+                return by_samples
+            if weights is None:
                 raise ScheduleError(
-                    "what the loss is a mean over cannot be told (it draws random numbers, or is none for a few rows), and it "
-                    f"matters for these labels: {HOW}"
+                    "what the loss is a mean over cannot be told from a few rows (it draws random numbers, is no number for "
+                    f"them, or divides by a count that has a least value), and it matters for these labels: {HOW}"
                 )
-        return found[0]
+        return weights
 
     def _confirm(
         self,
@@ -190,7 +196,11 @@ class Shares:
     ) -> None:
         """Where rows are small the loss of the whole batch is compared, with its own labels: once it was judged, and in steps
         2, 4, 8, ... Ahead of the loss itself, whose results may be written to by its next call."""
-        if not fresh and self._confirmed and (self._sends or self._step & (self._step + 1)):
+        seldom = self._step >= OFTEN and self._step & (self._step + 1)
+        is_new = self._is_new(whole)
+        if (
+            not fresh and self._confirmed and (self._sends or (seldom and not is_new))
+        ):  # ranks would have to look together
             return
         probe = LossProbe(self.loss_fn, value, sizes[i], whole)
         if not probe.is_small:
@@ -204,6 +214,19 @@ class Shares:
             self._confirmed = True
             if not probe.confirms(parts, sizes, weights):
                 raise ScheduleError(_APART.format(_NO_SUM))
+
+    def _is_new(self, whole: Any) -> bool:
+        """Whether a number that the loss divides by is less or more for these labels than it ever was where it was looked at."""
+        new = False
+        for i, number in enumerate(self._numbers[:8] if recorded.recorder is None and not fakes() else ()):
+            try:
+                value = float(number.value(tree_leaves(whole)))
+            except (Unknown, TypeError, ValueError, RuntimeError):
+                continue
+            low, high = self._seen.get(i, (math.inf, -math.inf))
+            new = new or not low <= value <= high
+            self._seen[i] = min(low, value), max(high, value)
+        return new
 
     def _weights(self, parts: Sequence[Any], whole: Any, by_samples: list[float]) -> list[list[Any]]:
         """Those of each divisor that is left."""
@@ -232,13 +255,13 @@ class Shares:
 
     # -- which divisor it is -------------------------------------------------------------------------------------------
 
-    def _judge(self, value: Any, rows: int, whole: Any) -> None:
-        """Keep the divisors under which the loss of three rows follows from that of one and that of two."""
-        self._confirmed = False
+    def _judge(self, value: Any, rows: int, whole: Any) -> bool:
+        """Keep the divisors under which the loss of some rows follows from those of two parts; whether any had a loss."""
+        self._confirmed, self._seen = False, {}
         probe = LossProbe(self.loss_fn, value, rows, whole)
         lone = without_rows(value)
         with recorded.unrecorded(), torch.no_grad(), untouched(self.loss_fn, probe.device), self._heard():
-            trace = probe.look([0, probe.count - 1], (0, 2))[1]
+            trace = probe.first_look(rows)
             chosen = apart(trace.divisors, whole, probe.count)
             trace, left = probe.fitting(*chosen)
             bends = "" if trace.blind else bends_sums(self.loss_fn, value, whole, rows, probe.count)
@@ -266,6 +289,7 @@ class Shares:
             )
         if bends or not self._left:
             raise ScheduleError(_APART.format(": ".join(filter(None, ("" if self._left else _NO_SUM, bends)))))
+        return probe.saw
 
 
 _NO_SUM = (
