@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from fleet_programs import begin, close, part_of
 from test_fleet_habits import LR, Net, backward_of
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parametrizations, spectral_norm, weight_norm
 
+import onecard as oc
 from onecard import fleet
 from onecard.fleet.zero.carried import install
 from onecard.testing import run_ranks
@@ -194,3 +196,37 @@ def test_installed_once() -> None:
     before = nn.Module._apply
     install()
     assert nn.Module._apply is before
+
+
+def replaced_in_a_recording() -> None:
+    """A parameter that takes another's place between calls of a recorded step, and is in no optimizer."""
+    begin(dp=2)
+    found = []
+    for alone in (True, False):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        model = net if alone else fleet.distributed_model(net)
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x: Tensor, model: Any = model, opt: Any = opt) -> Tensor:
+            opt.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            return loss.detach()
+
+        run = step if alone else oc.to_static(step)
+        for call in range(10):
+            if call == 5:
+                net[0].bias = nn.Parameter(torch.zeros(5))
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(call))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it is recorded anew
+                run(x if alone else x.chunk(2)[oc.get_rank()])
+        found.append([net[0].bias.grad, *(p.detach() for p in net.parameters())])
+    for theirs, ours in zip(*found, strict=True):
+        close(ours, theirs, "a parameter that was replaced")
+
+
+def test_a_parameter_that_is_replaced_between_recorded_calls() -> None:
+    run_ranks(replaced_in_a_recording, 2)

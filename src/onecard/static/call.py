@@ -33,7 +33,7 @@ from onecard.static.passes.microbatches import BatchRows, Microbatches, asks_of_
 from onecard.static.passes.verdicts import is_mean
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import ReplayTurn, all_or_none, check_agreed, together
-from onecard.static.run.bound import BoundRecording, kinds_of
+from onecard.static.run.bound import bind, kinds_of
 from onecard.static.run.difference import between
 from onecard.static.run.elsewhere import check_begins, make_room
 from onecard.static.run.rechecked import Checks
@@ -157,11 +157,12 @@ def _recorded(
                 numbers = [known.name for known in recording.inputs if known.kind == "number"]
                 turn = ReplayTurn(name, found[0].ranks, numbers) if sketched else None
                 still = still_before(capture.before, capture.places.roots)
-                recording.bound = BoundRecording(recording, roots, kinds, still, turn)
+                recording.bound = bind(recording, roots, kinds, still, turn, capture.seen)
+                if recording.bound is None:
+                    return recording, plain(found[0].result)
                 recording.bound.checks = Checks(capture.script, together(found[0].ranks) if sketched else lines)
                 recording.bound.checks.without_data = found[0].without_data
                 recording.bound.checks.asked = None if batch is None or batch.asked is None else batch.asked.kept()
-                recording.bound.reading(capture.seen)
                 if sketched:
                     check_begins(recording.bound, leaves, names)
     if once_more:

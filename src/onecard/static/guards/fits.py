@@ -35,6 +35,10 @@ _HOOKS_OF_TENSORS = ("{}._backward_hooks", "{}._post_accumulate_grad_hooks")
 _HELD = ("parameter", "buffer", "state", "tensor")
 
 
+class TakenIn(KeyError):
+    """A step that was recorded has had parameters taken in, of which it did not know when it began."""
+
+
 class Fits(Source):
     """The lines that ask.
 
@@ -275,14 +279,14 @@ class Fits(Source):
         """What is known of gradients of which ranks have summands: which messages are due depends on it.
 
         Raises:
-            KeyError: they are others than when it was recorded.
+            TakenIn: they are others than when it was recorded.
         """
         known = self.recording.unreduced
         held = [where for where, _ in self.recording.gradients if where[0] != "argument"]
         found = {where: unreduced.watched(at(where, self.roots, ())) for where in held}
         self.watched = {where: state for where, state in found.items() if state is not None}
         if {where for where, *_ in known} != {*self.watched}:
-            raise KeyError("what fleet knows of a parameter's gradient")
+            raise TakenIn("what fleet knows of a parameter's gradient")
         dropped = {where for where, had in self.recording.gradients if had and ("gradient", where) not in read}
         asked = [(where, before) for where, before, *_ in known if where not in dropped]
         if asked:

@@ -14,7 +14,7 @@ from onecard._torch.names import tree_flatten
 from onecard.static.code.compiled import note_line
 from onecard.static.code.source import Code
 from onecard.static.guards.arguments import ADVICE, in_words, is_same, kind_of, kinds_of
-from onecard.static.guards.fits import Fits
+from onecard.static.guards.fits import Fits, TakenIn
 from onecard.static.guards.lines import checks
 from onecard.static.guards.seen import Seen
 from onecard.static.run.agreed import ReplayTurn
@@ -103,6 +103,18 @@ class BoundRecording(Generic[AnyStep]):
             return None
         made.checks = self.checks
         return made if self.seen is None else made.reading(self.seen)
+
+
+def bind(
+    recording: AnyStep, roots: Any, kinds: Any, still: Any, turn: ReplayTurn | None, seen: Seen
+) -> BoundRecording[AnyStep] | None:
+    """A step that was just recorded, bound to what it ran with; None where it has taken parameters in."""
+    try:
+        return BoundRecording(recording, roots, kinds, still, turn).reading(seen)
+    except TakenIn:
+        if turn is not None:
+            raise
+        return None
 
 
 _FORM = "how the arguments are put together: other keys or another order in a dict, another list or tuple"
