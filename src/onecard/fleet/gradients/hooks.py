@@ -115,7 +115,8 @@ def _before(p: Any, grad: Tensor) -> Tensor | None:
     state = of(p)
     if state is None or state.family is None:
         return None
-    if state.placed is None and is_held(p):
+    # A recording, and who compares it, hold gradients themselves.
+    if state.placed is None and recorded.recorder is None and is_held(p):
         state.placed = read(p)
     known = read(p)
     if _torch.has_hooks_beside(p):  # which see the whole one, as on one card: a clipping of a summand is none

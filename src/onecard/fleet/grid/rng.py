@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.utils.checkpoint as checkpoint
@@ -68,7 +67,6 @@ class RNGStatesTracker:
         if seed in self.seeds.values():
             other = next(known for known, value in self.seeds.items() if value == seed)
             raise FleetError(f"seed {seed} for {name!r} is that of {other!r} already: both would draw the same numbers")
-        _trackers.here.add(self)
         _draw_again_in_backward()
         before = _now()
         torch.manual_seed(seed)
@@ -88,6 +86,8 @@ class RNGStatesTracker:
                 f"there is no random state {name!r}; there are: {known}. get_rng_state_tracker().add({name!r}, seed)"
             )
         before, states = _now(), self.states[name]
+        for frame in _frames.here:
+            frame.draws(self, name)
         _set(states)
         try:
             yield
@@ -105,10 +105,13 @@ class RNGStatesTracker:
         for name in [*self.states]:
             if name not in states:
                 del self.states[name]
+        self.put(states)
+
+    def put(self, states: dict[str, State]) -> None:
+        """Go on from these states; others stay."""
         for name, each in states.items():
             known = self.states.get(name)
             if known is None or len(known) != len(each):
-                _trackers.here.add(self)
                 _draw_again_in_backward()
                 self.states[name] = [state.clone() for state in each]
                 continue
@@ -130,51 +133,69 @@ class RNGStatesTracker:
 _tracker: Kept[dict[str, RNGStatesTracker]] = Kept(dict)
 
 
-_trackers: Kept[WeakSet[RNGStatesTracker]] = Kept(WeakSet)
-"""Those that have states."""
+_frames: Kept[list[_Frame]] = Kept(list)
+"""Of the functions that run now and will run again in backward, the innermost last."""
 
 
-class _Second(AbstractContextManager[None]):
-    """What runs again in backward, within ``inner``, begins from the named random states that it began from first.
+class _Frame:
+    """What a function that runs again in backward has drawn from: named states, as they were before."""
 
-    ``torch.utils.checkpoint`` does so with the default generators.
-    """
+    def __init__(self) -> None:
+        self.before: list[tuple[RNGStatesTracker, str, State]] = []
 
-    def __init__(self, inner: AbstractContextManager[Any]) -> None:
-        self.inner, self.before = inner, _states()
+    def draws(self, tracker: RNGStatesTracker, name: str) -> None:
+        """It is about to draw from a state."""
+        if not any(known is tracker and its == name for known, its, _ in self.before):
+            self.before.append((tracker, name, [state.clone() for state in tracker.states[name]]))
 
-    def __enter__(self) -> None:
-        self.now = _states()
-        _put(self.before)
-        self.inner.__enter__()
-
-    def __exit__(self, *fault: Any) -> None:
+    @contextmanager
+    def first(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """Around its first run, within ``inner``."""
+        _frames.here.append(self)
         try:
-            self.inner.__exit__(*fault)
+            with inner:
+                yield
         finally:
-            _put(self.now)
+            _frames.here.remove(self)
+
+    @contextmanager
+    def again(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """Around a further one, which draws the same numbers; ``torch.utils.checkpoint`` does so with the default generators."""
+        now = [(tracker, {name: [s.clone() for s in tracker.states[name]]}) for tracker, name, _ in self.before]
+        for tracker, name, states in self.before:
+            tracker.put({name: states})
+        try:
+            with inner:
+                yield
+        finally:
+            for tracker, states_now in now:
+                tracker.put(states_now)
 
 
 class _Again:
     """A function that runs in forward, and again in backward."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.second = function, _Second(nullcontext())
-        self.inside: AbstractContextManager[Any] = nullcontext()
+        self.function, self.frame, self.runs = function, _Frame(), 0
 
     def __call__(self, *args: Any) -> Any:
-        inside, self.inside = self.inside, self.second
-        with inside:
+        self.runs += 1
+        with (self.frame.first if self.runs == 1 else self.frame.again)(nullcontext()):
             return self.function(*args)
 
 
-def _states() -> list[tuple[RNGStatesTracker, dict[str, State]]]:
-    return [(tracker, tracker.get_states_tracker()) for tracker in [*_trackers.here] if tracker.states]
+class _Anew(AbstractContextManager[None]):
+    """A context that is entered once for each backward pass."""
 
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self.make, self.made = make, list[AbstractContextManager[None]]()
 
-def _put(states: list[tuple[RNGStatesTracker, dict[str, State]]]) -> None:
-    for tracker, each in states:
-        tracker.set_states_tracker(each)
+    def __enter__(self) -> None:
+        self.made.append(self.make())
+        self.made[-1].__enter__()
+
+    def __exit__(self, *fault: Any) -> bool | None:
+        return self.made.pop().__exit__(*fault)
 
 
 def _draw_again_in_backward() -> None:
@@ -185,10 +206,10 @@ def _draw_again_in_backward() -> None:
             fn: Any, preserve: bool = True, context_fn: Any = checkpoint.noop_context_fn, *args: Any, **kwargs: Any
         ) -> Any:
             def contexts() -> tuple[Any, Any]:
-                first, second = context_fn()
-                return first, _Second(second)
+                frame, (first, second) = _Frame(), context_fn()
+                return frame.first(first), _Anew(lambda: frame.again(second))
 
-            as_it_is = not preserve or not _states() or torch.compiler.is_compiling()
+            as_it_is = not preserve or torch.compiler.is_compiling()
             return torchs(fn, preserve, context_fn if as_it_is else contexts, *args, **kwargs)
 
         return ours
