@@ -110,7 +110,6 @@ class Applied:
         patterns, outputs = (self.plan.placements, self.plan.outputs) if placed else ((), ())
         if placed:
             check_names(model, self.plan)
-            self._tell_undivided(model)
         again = _blocks(model)[: self.plan.recompute_blocks or None] if self.plan.recompute == "full" else []
         zero = self.plan.zero if self.plan.dp > self.plan.replicas else 0
         staged = placed and self._in_stages
@@ -127,20 +126,6 @@ class Applied:
         if self.batch_axes and not staged:
             entrance.before(model)
         return entrance
-
-    def _tell_undivided(self, model: nn.Module) -> None:
-        """Tell that ranks along "tp" would all compute the same."""
-        if self.plan.tp == 1:
-            return
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        if not any(placed_by(self.plan.placements, name, ("tp",))[0].is_shard() for name in named):
-            tp, name = self.plan.tp, next((name for name, x in named.items() if x.ndim > 1), "weight")
-            warnings.warn(
-                f"parallelize: tp={tp}: the plan's placements divide no parameter of {type(model).__name__} along 'tp': its {tp} "
-                f'ranks compute the same. Plan(tp={tp}, placements=(("{name}", "tp: Shard(0)"), ...)) divides some; oc.plan(...) '
-                "finds placements that gain",
-                stacklevel=4,
-            )
 
     def optimizer(self, optimizer: Optimizer, model: nn.Module | None = None) -> None:
         """States where the plan has them."""
@@ -183,6 +168,19 @@ def check_names(model: nn.Module, plan: Plan) -> None:
                 f"made for another program; this one has {', '.join(names[:4])}{', ...' * (len(names) > 4)}",
                 field,
             )
+
+
+def _tell_undivided(plan: Plan, model: nn.Module) -> None:
+    """Tell that ranks along "tp" would all compute the same."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())} if plan.tp > 1 else {}
+    if plan.tp > 1 and not any(placed_by(plan.placements, name, ("tp",))[0].is_shard() for name in named):
+        tp, name = plan.tp, next((name for name, x in named.items() if x.ndim > 1), "weight")
+        warnings.warn(
+            f"parallelize: tp={tp}: the plan's placements divide no parameter of {type(model).__name__} along 'tp': its {tp} "
+            f'ranks compute the same. Plan(tp={tp}, placements=(("{name}", "tp: Shard(0)"), ...)) divides some; oc.plan(...) '
+            "finds placements that gain",
+            stacklevel=3,
+        )
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -253,6 +251,7 @@ def parallelize(
     if plan == "auto":
         plan = _found(model, loader, loss, machine, memory)
     applied = Applied(plan if isinstance(plan, Plan) else Plan.load(plan))
+    _tell_undivided(applied.plan, model)
     applied.model(model)
     for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer or []:
         applied.optimizer(each, model)

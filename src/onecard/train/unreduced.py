@@ -178,7 +178,7 @@ def _references(p: Tensor) -> int:
     return sys.getrefcount(known)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _of_nobody() -> int:
     """References to a gradient that nobody but its parameter has."""
     p = torch.nn.Parameter(torch.zeros(1, device="cpu"))

@@ -13,7 +13,6 @@ from onecard.comm.base import failed
 from onecard.comm.base.state import Kept
 from onecard.comm.issue import started
 from onecard.comm.issue.handle import Handle
-from onecard.comm.issue.message import recording
 from onecard.comm.issue.ranks import Ranks
 from onecard.comm.world import pretend
 from onecard.errors import ScheduleError
@@ -26,6 +25,7 @@ _THERE = 2  # the place of the message that says which gradients there are, besi
 
 
 _STEPS = 512
+STEP, EVALUATION = _NAMES = "a step of the pipeline", "an evaluation of the pipeline"
 _broken: Kept[bool] = Kept(bool)
 """Whether a step has failed, of which messages may lie about."""
 
@@ -33,10 +33,11 @@ _broken: Kept[bool] = Kept(bool)
 def tag(kind: int, stage: int, microbatch: int = 0, place: int = 0) -> int:
     """The tag of one tensor, in this step: what one that failed has sent, or waits for, is nothing of the next one's.
 
-    Those of microbatches 64 apart, and of steps 512 apart, are the same, and keep their order.
+    Those of microbatches 64 apart, and of steps 256 apart, are the same, and keep their order.
     """
     step = failed.doing.here
-    number = 0 if step is None or recording() else step.number % _STEPS
+    # Within a recorded step ranks may do it in other ways: one records it, another one runs it.
+    number = 0 if step is None or step.name not in _NAMES else (2 * step.number + _NAMES.index(step.name)) % _STEPS
     return 1 << 29 | number << 20 | (stage % 64) << 14 | kind << 12 | (microbatch % 64) << 6 | place % 64
 
 
@@ -46,7 +47,7 @@ def own_messages(group: Ranks) -> Iterator[None]:
     if _broken.here:
         now = tag(0, 0) >> 20 & _STEPS - 1
         # A neighbour may be some steps ahead, where nobody waits for it.
-        old = lambda given: given >> 29 == 1 and (now - (given >> 20)) % _STEPS in range(1, _STEPS // 2)  # noqa: E731
+        old = lambda given: given >> 29 == 1 and (now - (given >> 20)) % _STEPS in range(2, _STEPS // 2, 2)  # noqa: E731
         started.forget(group, old)
     try:
         yield

@@ -14,7 +14,7 @@ from onecard.comm.base.state import arrives
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import ScheduleError
 from onecard.pipeline.run import no_graph
-from onecard.pipeline.run.links import own_messages
+from onecard.pipeline.run.links import EVALUATION, STEP, own_messages
 from onecard.pipeline.run.stage_walk import StageRuntime, StageWalk
 from onecard.pipeline.run.waiting_hooks import hooks_wait
 from onecard.pipeline.schedule.action import Schedule
@@ -99,8 +99,7 @@ class Runner(StageRuntime):
             ScheduleError: a schedule that cannot run, or that these stages do not fit; a batch that does not divide.
             CommunicationError: a message that does not come; names the rank and the action that waited.
         """
-        joint = joint_step("a step of the pipeline", self.group.ranks)
-        with joint, own_messages(self.group), torch.enable_grad(), self.hooks():
+        with joint_step(STEP, self.group.ranks), own_messages(self.group), torch.enable_grad(), self.hooks():
             self._fit(schedule)
             run = StageWalk(self, schedule.ranks[self.group.index], schedule, inputs, targets, sizes, weights, scale)
             no_graph.last.here = "Runner.step"
@@ -117,7 +116,7 @@ class Runner(StageRuntime):
             The loss, as of ``step``; or, with ``loss=False``, what the last stage returned, of the whole batch. Without
             ``share`` on the rank with the last stage only, and None elsewhere.
         """
-        with joint_step("an evaluation of the pipeline", self.group.ranks), own_messages(self.group):
+        with joint_step(EVALUATION, self.group.ranks), own_messages(self.group):
             self._fit(schedule)
             forward = ("F", "SEND_F", "RECV_F")
             row = tuple(action for action in schedule.ranks[self.group.index] if action.kind in forward)

@@ -194,13 +194,12 @@ class Shares:
         sizes: Sequence[int],
         weights: list[Any],
     ) -> None:
-        """Where rows are small the loss of the whole batch is compared, with its own labels: once it was judged, and in steps
-        2, 4, 8, ... Ahead of the loss itself, whose results may be written to by its next call."""
+        """Where rows are small the loss of the whole batch is compared, with its own labels: once it was judged, in the first
+        steps and seldom later, and where a number comes up that was not seen. Ahead of the loss itself, whose results may be
+        written to by its next call."""
         seldom = self._step >= OFTEN and self._step & (self._step + 1)
-        is_new = self._is_new(whole)
-        if (
-            not fresh and self._confirmed and (self._sends or (seldom and not is_new))
-        ):  # ranks would have to look together
+        is_due = self._is_new(whole) or not seldom
+        if not fresh and self._confirmed and (self._sends or not is_due):  # what sends would have ranks look together
             return
         probe = LossProbe(self.loss_fn, value, sizes[i], whole)
         if not probe.is_small:

@@ -219,8 +219,8 @@ class Reducer:
                 kept, now = self._kept.pop(param, None), param.grad
                 if kept is None:
                     continue
-                if isinstance(now, DistTensor) and now._spec.layout is kept._spec.layout and now.dtype == kept.dtype:
-                    param.grad = kept.add_(now)  # the program may have it in a list
+                if _are_alike(kept, now):
+                    param.grad = kept.add_(now)  # type: ignore[arg-type]  # the program may have it in a list
                 else:
                     now.add_(kept)  # type: ignore[union-attr]
 
@@ -289,6 +289,15 @@ def _anywhere(params: list[DistTensor]) -> list[bool]:
 
 def _pending(grad: Any) -> bool:
     return isinstance(grad, DistTensor) and bool(grad._spec.layout.pending)
+
+
+def _are_alike(kept: Any, now: Any) -> bool:
+    return (
+        isinstance(kept, DistTensor)
+        and isinstance(now, DistTensor)
+        and kept._spec.layout is now._spec.layout
+        and kept.dtype == now.dtype
+    )
 
 
 def _of_gradient(param: DistTensor, cut: Cut) -> Cut:
