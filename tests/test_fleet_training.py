@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onecard as oc
 from onecard import fleet
+from onecard.comm.issue.ranks import of_ranks
 from onecard.fleet.layers import context, sequence
 from onecard.fleet.layers.transformer import ParallelTransformerLayer
 from onecard.testing import run_ranks
@@ -113,6 +114,7 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def masks_along_the_sequence() -> None:
+    assert fleet.dropout(torch.ones(2, 3), 0.5, cut=(1, of_ranks())).shape == (2, 3)  # any ranks, ahead of fleet.init
     hcg = begin(sep=2)
     group = hcg.get_sep_parallel_group()
     x = torch.ones(3, 8, 5)

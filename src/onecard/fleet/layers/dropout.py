@@ -11,8 +11,9 @@ from torch import Tensor
 from onecard import random
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
+from onecard.fleet.grid import topology
 from onecard.fleet.grid.rng import get_rng_state_tracker
-from onecard.fleet.grid.topology import get_hybrid_communicate_group
+from onecard.fleet.layers.context import positions
 from onecard.tensor.random_operators.one_card import set_aside
 
 
@@ -59,8 +60,7 @@ def dropout(
 
 def _pieces(length: int, group: Ranks, sizes: Sequence[int] | None, balanced: bool | None) -> tuple[int, list[range]]:
     """How long the whole is, and which of it this rank has."""
-    hcg = get_hybrid_communicate_group()
-    if balanced is None and sizes is None and group.size > 1 and hcg.degrees["sep"] > 1 and group == hcg.group("sep"):
+    if balanced is None and sizes is None and group.size > 1 and topology.begun() and group == _along_sep():
         raise FleetError(
             "dropout(cut=(dim, group)) along sep: say balanced=True for parts of context.cut(x), which are two pieces of the "
             "sequence, or balanced=False for those of context.cut(x, balanced=False): the masks differ"
@@ -69,10 +69,14 @@ def _pieces(length: int, group: Ranks, sizes: Sequence[int] | None, balanced: bo
         lengths = list(sizes) if sizes is not None else [length] * group.size
         begin = sum(lengths[: group.index])
         return sum(lengths), [range(begin, begin + length)]
-    if sizes is not None or length % 2:
-        raise FleetError(f"dropout(balanced=True): a part is two pieces of equal length, and this one has {length}")
-    half, last = length // 2, 2 * group.size - 1 - group.index
-    return length * group.size, [range(i * half, (i + 1) * half) for i in (group.index, last)]
+    if sizes is not None:
+        raise FleetError("dropout(balanced=True): parts of context.cut(x) have one length: leave sizes= out")
+    begins = positions(length * group.size, group)[:: max(length // 2, 1)].tolist()
+    return length * group.size, [range(begin, begin + length // 2) for begin in begins]
+
+
+def _along_sep() -> Ranks:
+    return topology.get_hybrid_communicate_group().group("sep")
 
 
 def _part_of_one_card(x: Tensor, p: float, dim: int, whole: int, pieces: list[range]) -> Tensor:
