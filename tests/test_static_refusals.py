@@ -241,6 +241,22 @@ def test_loss_scaling_with_a_fused_optimizer() -> None:
     assert run(True) == run(False) and run(True)[1] != 8.0
 
 
+def test_a_scaler_that_is_updated_behind_the_step() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(x: Tensor) -> None:
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+
+    with pytest.raises(RecordingError, match="Put scaler.update\\(\\) into the step, behind scaler.step"):
+        call = oc.to_static(step)
+        for _ in range(2):
+            call(X)
+            scaler.update()
+
+
 def test_what_is_asked_before_each_replay() -> None:
     def step(x: Tensor, scale: Tensor) -> Tensor:
         y = x * scale

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from onecard._torch.scaling import has_checked
+from onecard.errors import RecordingError
 from onecard.static.guards.before import STILL
 from onecard.static.guards.guard import LOOKED_UP, OF_CODE, Guard
 from onecard.static.guards.lookup import ABSENT, BYTES, CONTAINERS, SHOW, Place, behind, now_at, users
@@ -236,6 +238,11 @@ class Seen:
     def scale_by(self, scalers: Sequence[GradScaler]) -> None:
         """The step scales by these: of torch's code no look-up is seen, and their options are numbers of Python."""
         for scaler in scalers:
+            if has_checked(scaler):
+                raise RecordingError(
+                    "GradScaler.step (or unscale_) is in the recorded step and update() is not: a replay makes no notes in "
+                    "Python, which update() reads. Put scaler.update() into the step, behind scaler.step(optimizer)"
+                )
             for key, value in vars(scaler).items():
                 if is_plain(value) and not key.startswith("_init"):  # what the first scale was made of
                     place = Place("entry", vars(scaler), key, scaler)
