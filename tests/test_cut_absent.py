@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,15 @@ HABITS: dict[str, Callable[[Any], Any]] = {
     "a sum that is trained": lambda p: sum(q.square().sum() for q in p.model.parameters()).backward(),
     "other data": lambda p: [setattr(q, "data", torch.ones(2, 5)) for q in p.model.parameters() if is_elsewhere(q)],
     "another dtype": lambda p: p.model.double(),
+    "copied by torch.tensor": lambda p: [torch.tensor(q.detach()).sum().item() for q in p.model.parameters()],
+    "as_tensor": lambda p: [torch.as_tensor(q, dtype=torch.float64).sum().item() for q in p.model.parameters()],
+    "asarray": lambda p: [torch.asarray(q.detach(), copy=True).sum().item() for q in p.model.parameters()],
+    "new_tensor": lambda p: [torch.zeros(1).new_tensor(q).sum().item() for q in p.model.parameters()],
 }
 
 
 def _told() -> dict[str, str]:
+    warnings.filterwarnings("ignore", "To copy construct from a tensor")
     program = Program(oc.Stages(K))
     before = program.trained(range(2))
     found = {"before": str(before)}

@@ -250,7 +250,7 @@ def test_a_scaler_that_is_updated_behind_the_step() -> None:
         scaler.scale(model(x).square().mean()).backward()
         scaler.step(optimizer)
 
-    with pytest.raises(RecordingError, match="Put scaler.update\\(\\) into the step, behind scaler.step"):
+    with pytest.raises(RecordingError, match=r"Put scaler.update\(\) into the step, behind scaler.step"):
         call = oc.to_static(step)
         for _ in range(2):
             call(X)

@@ -16,6 +16,7 @@ from typing import Any
 TENSOR, SHM, FLEET = "the first distributed tensor", "the first shm group", "fleet.init"
 SHARDED = "fleet.group_sharded_parallel"
 NAMED = "the first named random state (`get_rng_state_tracker().add`)"
+ABSENT = "the first recorded step in stages"
 WANDB = "the first distributed tensor, where wandb is imported"
 COMPILER = "the first distributed tensor or fleet.init, where torch's compiler is imported"
 
@@ -37,6 +38,7 @@ class Patch:
     notice: str = ""
 
 
+_COPY = "a call is one of Python's, too"
 _LOOK = "a look at each parameter in each step"
 
 TABLE: dict[str, Patch] = {
@@ -98,6 +100,10 @@ TABLE: dict[str, Patch] = {
             "what runs again in backward draws from named random states what it drew first",
         ),
         Patch("torch.utils.checkpoint.CheckpointFunction.forward", NAMED, "the same, with `use_reentrant=True`"),
+        Patch("torch.tensor", ABSENT, "a copy of a parameter that another stage has is as absent as that is", _COPY),
+        Patch("torch.as_tensor", ABSENT, "the same", _COPY),
+        Patch("torch.asarray", ABSENT, "the same", _COPY),
+        Patch("torch.Tensor.new_tensor", ABSENT, "the same", _COPY),
         Patch("torch.amp.GradScaler.unscale_", FLEET, "an infinity on one rank skips the step on all"),
         Patch("torch.amp.GradScaler.step", FLEET, "the same"),
         Patch("torch.amp.GradScaler.update", FLEET, "the same"),

@@ -30,7 +30,7 @@ from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import all_or_none, all_record
 from onecard.static.run.bound import BoundRecording
-from onecard.static.run.elsewhere import in_order, settle
+from onecard.static.run.elsewhere import expect, in_order, settle
 from onecard.static.run.rechecked import Recounted, given_to
 from onecard.static.step import refusals
 from onecard.static.step.step import ANEW, MISS
@@ -148,8 +148,7 @@ class Static:
         self._options = options or StaticOptions()
         if self._options.stages is not None and not isinstance(self._options.stages, Microbatches):
             raise RecordingError(
-                f"{name_of(fn)}: stages={self._options.stages!r}: want onecard.Stages(k_steps, schedule='1F1B'), which says "
-                "how the batch and the step are cut"
+                f"{name_of(fn)}: stages={self._options.stages!r}: want onecard.Stages(k_steps, schedule='1F1B')"
             )
         self._parts = self._options.microbatches
         self._sketched = self._parts is not None and self._parts.sketched
@@ -158,6 +157,8 @@ class Static:
                 f"{name_of(fn)}: k_steps={self._options.k_steps} beside stages=, which has its own: "
                 f"stages=onecard.Stages({self._options.k_steps})"
             )
+        if self._sketched:
+            expect()
         chosen(self._options)  # a wrong name is refused here, not at the second call
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
         self.fn = fn

@@ -20,6 +20,7 @@ from onecard.tensor.dist_tensor import DistTensor
 
 aten = torch.ops.aten
 MOST = 2**24  # elements with data that a program makes; more of them have none
+_FROM_LISTS = (torch.tensor, torch.as_tensor)  # as they are when onecard is imported
 _READS = {aten._local_scalar_dense.default: None, aten.equal.default: True, aten.allclose.default: True}
 
 
@@ -150,7 +151,7 @@ class RehearsedCalls(TorchFunctionMode):
             return self._read(func, args[0])
         if func is Tensor.__format__ and fakes.is_fake(args[0]) and args[0].numel() == 1:
             return format(args[0].item(), *args[1:])
-        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], list | tuple):
+        if func in _FROM_LISTS and args and isinstance(args[0], list | tuple):
             args = (tree_map(self._number, args[0]), *args[1:])
         if func is not torch.device:
             if func in (Tensor.cuda, Tensor.pin_memory):

@@ -178,8 +178,9 @@ class Once:
             return True
         if (reads and read & self._wrote) or written & (self._wrote | self._touched):
             return True
-        if late and effects(node) and not any(n in self.own for n in node.all_input_nodes):
-            return True  # draws for the gradients
+        alike = not any(self.has_own(n, node) for n in node.all_input_nodes)
+        if late and alike and (effects(node) or _PROGRAM in written):
+            return True  # draws for the gradients; a count, or an average, that is written behind backward()
         return late and any(phase_of(n) == "backward" and "tensor" in n.meta for n in node.all_input_nodes)
 
     def _places(self, nodes: Iterable[fx.Node]) -> set[Any]:
