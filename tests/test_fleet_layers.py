@@ -125,6 +125,8 @@ def heads(n_heads: int, kv: int) -> None:
     norm = fleet.grad_norm([*mine.parameters(), *back.parameters()])
     wanted = torch.nn.utils.get_total_norm([p.grad for p in [*single.parameters(), *out.parameters()]])
     close(norm, wanted, "norm with shared heads")
+    norm = torch.nn.utils.get_total_norm([*mine.parameters(), *back.parameters()])
+    close(norm, torch.nn.utils.get_total_norm([*single.parameters(), *out.parameters()]), "norm of the parameters")
 
 
 def with_margins(classes: int) -> None:

@@ -78,8 +78,8 @@ FLOORS = {
         "table", "samples", "verify", "stated", "register",
     ],
     "train": [
-        "lazy", "balance", "rates", "shard", "judged", "of_absent", "copied", "absent", "unmade", "converted", "norms", "summands",
-        "unreduced", "own_parameters", "common_memory", "data", "layer", "local_code", "zero", "modules",
+        "lazy", "balance", "rates", "shard", "judged", "of_absent", "copied", "absent", "unmade", "converted", "norms",
+        "summands", "unreduced", "own_parameters", "common_memory", "data", "layer", "local_code", "zero", "modules",
     ],
     "checkpoint": ["format", "writer", "reader", "api"],
     "static": [

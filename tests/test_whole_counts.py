@@ -143,6 +143,11 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "hidden": hidden,
     "over a tensor": over_a_tensor,
     "summed in a loop": summed_in_a_loop,
+    "columns": lambda o, y: cross_entropy(torch.stack([o, 2 * o], 2), torch.stack([y, y], 1), ignore_index=PAD),
+    "columns smoothed": lambda o, y: cross_entropy(
+        torch.stack([o, o.tanh()], 2), torch.stack([y, y], 1), ignore_index=PAD, label_smoothing=0.1
+    ),
+    "images": lambda o, y: cross_entropy(o[:, :, None, None], y[:, None, None], ignore_index=PAD),
     "share": lambda o, y: cross_entropy(o, y % CLASSES) * ((y != PAD).sum() / len(y)),
 }
 

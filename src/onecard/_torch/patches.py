@@ -85,7 +85,10 @@ TABLE: dict[str, Patch] = {
         Patch("fleet: torch.optim.optimizer._global_optimizer_pre_hooks", FLEET, "gradients are summed first", _LOOK),
         Patch("torch.optim.optimizer._global_optimizer_post_hooks", FLEET, "the end of a step", _LOOK),
         Patch("torch.nn.utils.clip_grad_norm_", FLEET, "norms are of all ranks' parts"),
-        Patch("fleet: torch.nn.utils.get_total_norm", FLEET, "the same, of gradients that were read of parameters"),
+        Patch(
+            "fleet: torch.nn.utils.get_total_norm", FLEET,
+            "the same, of gradients that were read of parameters, and of parameters that are cut",
+        ),
         Patch("torch.nn.utils.clip_grad_value_", FLEET, "gradients are summed before they are clipped"),
         Patch(
             "fleet: torch.autograd._engine_run_backward", FLEET,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onecard._torch import patches
 from onecard.errors import FleetError
@@ -21,6 +21,10 @@ from onecard.fleet.gradients.twins import trained
 from onecard.tensor import DistTensor
 from onecard.train import norms
 from onecard.train.shard import held
+
+
+def _grad(p: Tensor) -> Tensor | None:
+    return p.grad
 
 
 def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -38,9 +42,11 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     return _norm_of(chosen, norm_type, "grad_norm")
 
 
-def _norm_of(chosen: list[Tensor], norm_type: float, call: str) -> Tensor:
-    """The norm of the whole gradients of parameters."""
-    mine = [[*norms.counted(held(p), p.grad, holders.lines(p))] for p in chosen if p.grad is not None]
+def _norm_of(
+    chosen: list[Tensor], norm_type: float, call: str, of: Callable[[Tensor], Tensor | None] = _grad
+) -> Tensor:
+    """The norm of the whole gradients of parameters, or of what else each has."""
+    mine = [[*norms.counted(held(p), x, holders.lines(p))] for p in chosen if (x := of(p)) is not None]
     device = next((p.device for p in chosen), torch.device("cpu"))
     wide = any(p.dtype in (torch.float64, torch.complex128) for p in chosen)
     return norms.joined(mine, norm_type, device, call, explicit=True, same=holders.on_all_ranks(chosen)).to(
@@ -131,6 +137,9 @@ def _total(torchs: Callable[..., Any]) -> Callable[..., Any]:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         listed = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        own: list[Tensor] = [x for x in listed if isinstance(x, nn.Parameter)]
+        if any((line := held(p).group) is not None and line.size > 1 for p in own):
+            return _of_values(listed, own, norm_type)
         owners = [p for x in listed if (p := hooks.owner_of(x)) is not None]
         if not gradients.of_fleet(owners):
             return torchs(listed, norm_type, error_if_nonfinite, foreach)
@@ -146,6 +155,16 @@ def _total(torchs: Callable[..., Any]) -> Callable[..., Any]:
         return norm
 
     return get_total_norm
+
+
+def _of_values(listed: list[Any], own: list[Tensor], norm_type: float) -> Tensor:
+    """The norm of whole parameters, as of their gradients."""
+    if len(own) < len(listed):
+        raise FleetError(
+            f"get_total_norm: of {len(listed)} tensors {len(own)} are fleet's parameters, of which a rank has parts, and others "
+            "are none: ask for the norm of the parameters alone (model.parameters())"
+        )
+    return _norm_of(own, norm_type, "get_total_norm", lambda p: p.detach())
 
 
 def _value(torchs: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ aten = torch.ops.aten
 NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _BY_ELEMENT = ("masked_fill",)  # which torch does not say of them
 _WINDOWS = ("slice", "select", "as_strided", "unfold", "diagonal")  # some of what there is
+_SHAPED = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze")
 _TABLES = ("gather", "index_select", "index", "embedding")
 
 EACH, SUM, AVERAGE, AFTER = "each", "sum", "average", "after"
@@ -292,7 +293,14 @@ def counting(node: fx.Node) -> Any:
 def _operands(node: fx.Node) -> list[fx.Node]:
     """What a node needs; the count of a loss: labels and weights."""
     loss = counting(node)
-    return node.all_input_nodes if loss is None else [n for n in loss.args[1:3] if isinstance(n, fx.Node)]
+    return node.all_input_nodes if loss is None else [_as_many(n) for n in loss.args[1:3] if isinstance(n, fx.Node)]
+
+
+def _as_many(labels: fx.Node) -> fx.Node:
+    """Labels as they are before torch's loss gives them further dims, in which one row is not told from a dim of one."""
+    while isinstance(labels.target, OpOverload) and schema_of(labels.target).functional in _SHAPED:
+        labels = labels.args[0]  # type: ignore[assignment]
+    return labels
 
 
 def result_facts(node: fx.Node) -> tuple[Any, ...]:
