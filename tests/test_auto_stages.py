@@ -405,6 +405,7 @@ def _free(plan: dict[str, Any] | None) -> list[float]:
     return [*seen, *(p.grad.norm().item() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("plan", [{"pp": 2, **FIRST}, {"pp": 2, "dp": 2, **FIRST}], ids=str)
 def test_rows_keep_their_places(plan):
     wanted = _free(None)

@@ -69,7 +69,7 @@ def _trained(plan: dict[str, Any] | None) -> list[float]:
     return found
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -167,6 +167,7 @@ def _reads_less(kind: str, planned: bool) -> list[float]:
     return found
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("kind", "ranks"), [("penalty", 2), ("penalty", 3), ("two calls", 2), ("encoder", 2)])
 def test_an_evaluation_that_reads_less_takes_nothing_away(kind, ranks):
     """A weight that training has on two stages was given back on one: the next step hung, or was refused."""

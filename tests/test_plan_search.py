@@ -228,6 +228,7 @@ def test_what_if_and_fixed():
     assert found.what_if(**{"zero": found.best.zero}).why == "it is the best one"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("field", ["offload", "overlap", "states", "compute"])
 def test_what_if_of_what_a_search_does_not_vary(field):
     """As if it had been given from the beginning: another price, of another plan."""

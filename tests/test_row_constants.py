@@ -139,6 +139,7 @@ def _recurrent(width: int, plan: dict[str, int] | None) -> list[float]:
     return [run(x, y).item() for _ in range(3)]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("width", "microbatches"), [(7, 4), (4, 2)])
 def test_weights_do_not_follow_the_rows_of_a_rank(width: int, microbatches: int) -> None:
     """Nor are gates, side by side in one memory, each other's rows where a rank has as many as they are wide."""

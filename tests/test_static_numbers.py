@@ -92,6 +92,7 @@ def test_in_a_checkpointed_forward_it_is_refused():
         trained(lambda x, t: checkpoint(lambda x: (x.sin() * t).sin(), x, use_reentrant=False).mean(), None)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "plan", [{"dp": 2}, {"dp": 2, "zero": 2}, {"dp": 2, "microbatches": 2}, {"pp": 2, "microbatches": 2}]
 )

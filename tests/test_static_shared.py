@@ -399,7 +399,8 @@ def at_level(level: str) -> dict[str, list[float]]:
     return found | {write.__name__: written_in_the_step(level, write) for write in WRITES}
 
 
-@pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
+@pytest.mark.share(1)
+@pytest.mark.parametrize("level", ["p_g_os", "os", "os_g"])
 def test_levels_of_zero_recorded(level: str) -> None:
     expected = at_level("one card")
     for found in run_ranks(at_level, 2, level):
