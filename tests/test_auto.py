@@ -336,7 +336,7 @@ def _heard(plan: dict[str, Any] | None) -> list[float]:
 
 
 @pytest.mark.share(1)
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [2, 0, 1, 3])
 def test_hooks_after_gradients_read_what_one_card_would(zero):
     wanted = _heard(None)
     for found in run_ranks(_heard, 2, {"dp": 2, "zero": zero}):

@@ -221,6 +221,8 @@ class Reducer:
                     continue
                 if _are_alike(kept, now):
                     param.grad = kept.add_(now)  # type: ignore[arg-type]  # the program may have it in a list
+                    # Whoever waited, a hook, has the other one.
+                    now._local, now._spec, now._memory = kept._local, kept._spec, kept._memory  # type: ignore[union-attr]
                 else:
                     now.add_(kept)  # type: ignore[union-attr]
 
