@@ -222,7 +222,8 @@ class _Merge:
         if (base := self._base(node)) is None:
             raise RecordingError(
                 f"k_steps: {words(user)} needs the gradients of the whole step, and {words(node)}, of which each microbatch "
-                "has its own. Put it into the loss, before backward(), or take it out of the step"
+                "has its own. Return it, and keep it behind the call, where means and sums over rows are the batch's; or put it "
+                "into the loss, before backward()"
             )
         if base is node:
             return self.sums[node]
