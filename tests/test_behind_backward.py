@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onecard as oc
+from onecard.errors import RecordingError
 from onecard.testing import run_ranks
 
 ROWS, CALLS = 8, 5
@@ -116,3 +117,40 @@ def test_once_a_call_in_stages() -> None:
             expected, every = trained(name)
             assert losses == pytest.approx(expected, rel=1e-5), name
             assert kept == [pytest.approx(x, rel=1e-5) for x in every[-2:]], name
+
+
+def read_ahead(seen: Tensor, x: Tensor, loss: Tensor) -> Tensor:
+    scaled = loss * (1 + seen)
+    seen.add_(x.square().sum())
+    return scaled
+
+
+def not_read(seen: Tensor, x: Tensor, loss: Tensor) -> Tensor:
+    seen.add_(x.square().sum())
+    return loss
+
+
+def summed(what: Callable[[Tensor, Tensor, Tensor], Tensor], **options: Any) -> tuple[list[float], float]:
+    torch.manual_seed(0)
+    model, seen = nn.Linear(6, 4), torch.zeros(())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = what(seen, x, model(x).square().mean())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    call: Any = oc.to_static(step, **options) if options else step
+    draw = torch.Generator().manual_seed(1)
+    return [float(call(torch.randn(ROWS, 6, generator=draw))) for _ in range(CALLS)], float(seen)
+
+
+def test_what_microbatches_add_to_is_not_read_ahead() -> None:
+    """A microbatch would read what those before it have added, where one card reads what earlier calls have."""
+    with pytest.raises(RecordingError, match=r"add at .* reads what add_ at .* adds to behind it"):
+        summed(read_ahead, k_steps=4)
+    losses, total = summed(not_read)
+    again, also = summed(not_read, k_steps=4)
+    assert again == pytest.approx(losses, rel=1e-5) and also == pytest.approx(total, rel=1e-5)

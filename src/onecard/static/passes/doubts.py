@@ -60,6 +60,15 @@ def doubts(
         for n in once.kept()
         if not (seen is None or "batch_norm" in str(n.target) or n.meta["line"] in (*seen.normalized, *seen.summed))
     ]
+    said += [
+        Doubt(
+            f"{words(node)} reads what {words(n)} adds to behind it, so that all microbatches but the first have rows of others "
+            "in it: read it ahead of the call, and give it as a tensor without dims",
+            True,
+        )
+        for node, n in once.read_ahead()[:1]
+        if seen is not None
+    ]
     if seen is not None and (others := row_draws.left_out([*graph.nodes], once.keys, once.tail)):
         said.append(
             Doubt(

@@ -150,6 +150,21 @@ class Once:
             if n in self.own and n not in self.tail and phase_of(n) == "forward" and _PROGRAM in self._places_of(places)
         ]
 
+    def read_ahead(self) -> list[tuple[fx.Node, fx.Node]]:
+        """What reads memory of the program that each microbatch adds to behind it: all but the first have others' in it."""
+        kept = self.kept()
+        roots = {n: {r for r in self.memory.writes[n] if _PROGRAM in self._places_of([r])} for n in kept}
+        return [
+            (node, n)
+            for n in kept
+            for node, i in self._order.items()
+            if i < self._order[n]
+            and node.op == "call_function"
+            and not (node in self.tail or node in self.head or node in roots or "batch_norm" in str(node.target))
+            and not only_names(node)
+            and any(self.memory.roots[x] & roots[n] for x in node.all_input_nodes)
+        ]
+
     def _sort(self, node: fx.Node, late: bool) -> None:
         read, written = self._places(node.all_input_nodes), self._places_of(self.memory.writes.get(node, ()))
         reads = not only_names(node)
