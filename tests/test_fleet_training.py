@@ -129,8 +129,25 @@ def masks_along_the_sequence() -> None:
         fleet.dropout(context.cut(x), 0.5, cut=(1, group))
 
 
+def masks_of_rows_and_steps() -> None:
+    hcg = begin(sep=2, dp=2)
+    dp, sep = hcg.get_data_parallel_group(), hcg.get_sep_parallel_group()
+    x = torch.ones(6, 8, 5)
+    oc.manual_seed(5)
+    with oc.one_card_random():
+        rows = F.dropout(x, 0.5).chunk(2)[dp.index]
+    for balanced in (True, False):
+        oc.manual_seed(5)
+        part = context.cut(x.chunk(2)[dp.index], balanced=balanced)
+        part = fleet.dropout(part, 0.5, cut=[(0, dp), (1, sep)], balanced=balanced)
+        assert torch.equal(context.join(part, balanced=balanced), rows), balanced
+    with pytest.raises(fleet.FleetError, match="of the one dim that is cut"):
+        fleet.dropout(part, 0.5, cut=[(0, dp), (1, sep)], sizes=[3, 3])
+
+
 def test_a_mask_along_the_sequence_is_one_cards() -> None:
     run_ranks(masks_along_the_sequence, 2)
+    run_ranks(masks_of_rows_and_steps, 4)
 
 
 def check_masks(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:

@@ -150,6 +150,12 @@ def test_what_a_config_cannot_be() -> None:
         ({"mp_config": {"plan": plan}}, r"\['plan'\]: it may have parallelize_plan"),
         ({"mp_config": {"parallelize_plan": {"norm": "columns"}}}, "'norm': 'columns': want a plan"),
         ({"mp_config": {"parallelize_plan": {**plan, "layers.*.up": dist.RowWiseParallel()}}}, "two plans for 'layers.0.up.w"),
+        (
+            {"mp_config": {"parallelize_plan": {
+                "embed": dist.SequenceParallelBegin(need_transpose=False), "norm": dist.SequenceParallelEnd(),
+            }}},
+            r"Begin\(need_transpose=False\) and SequenceParallelEnd\(need_transpose=True\)",
+        ),
         ({"pp_config": {"split_spec": "layers"}}, "has no axis 'pp'"),
         ({"dp_config": {"sharding_level": 1}}, "has no axis 'dp'"),
         ({"dp_config": {"sharding_level": 4}}, "sharding_level=4: want 0, 1, 2 or 3"),

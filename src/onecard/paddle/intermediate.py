@@ -80,6 +80,7 @@ def parallelize(
         stages, places = split_points.stages_of(model, pipeline, mesh), split_points.meshes(mesh)
         _check_tied(model, stages)
     found = _matched(model, plans)
+    layer_plans.check_ends(plan for _, _, plan, _ in found)
     _lay_out(model, stages, places, _placements(found))
     for name, layer, plan, _ in found:
         plan.around(layer, places[stages[name]])

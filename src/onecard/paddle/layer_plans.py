@@ -116,17 +116,34 @@ class _Transposes(LayerPlan):
 
 
 class SequenceParallelBegin(_Transposes):
-    """After this layer, the last before them, layers compute a part of the time steps each."""
+    """After this layer, the last before them, layers compute a part of the time steps each.
+
+    They see (time, batch, width), as in Paddle; (batch, time, width) with ``need_transpose=False``, which ``End`` is given, too.
+    """
 
     def around(self, layer: nn.Module, mesh: ProcessMesh) -> None:
         layer.register_forward_hook(lambda _, args, out: _of_first(out, lambda x: _cut(x, mesh, self.need_transpose)))
 
 
 class SequenceParallelEnd(_Transposes):
-    """From this layer on, the first after them, layers compute all time steps."""
+    """From this layer on, the first after them, layers compute all time steps; ``need_transpose`` as ``Begin`` has it."""
 
     def around(self, layer: nn.Module, mesh: ProcessMesh) -> None:
         _before(layer, lambda x: _whole(x, mesh, self.need_transpose))
+
+
+def check_ends(plans: Iterable[LayerPlan]) -> None:
+    """Refuse what ``Begin`` has turned and ``End`` does not turn back, or the other way round."""
+    listed = [*plans]
+    begins, ends = (
+        {plan.need_transpose for plan in listed if isinstance(plan, kind)}
+        for kind in (SequenceParallelBegin, SequenceParallelEnd)
+    )
+    if begins and ends and begins != ends:
+        raise PlanError(
+            f"SequenceParallelBegin(need_transpose={begins.pop()}) and SequenceParallelEnd(need_transpose={ends.pop()}): what "
+            "leaves the last layer would be turned, against the labels. Give both the same"
+        )
 
 
 class SequenceParallelEnable(LayerPlan):

@@ -24,7 +24,7 @@ def dropout(
     mode: str = "upscale_in_train",
     rng_name: str | None = None,
     *,
-    cut: tuple[int, Ranks] | None = None,
+    cut: tuple[int, Ranks] | Sequence[tuple[int, Ranks]] | None = None,
     sizes: Sequence[int] | None = None,
     balanced: bool | None = None,
 ) -> Tensor:
@@ -33,8 +33,9 @@ def dropout(
     Args:
         rng_name: of the tracker; torch's own state if left out.
         cut: (dim, group), of an x that is this rank's part along ``dim``: the mask is then this part of the mask that one
-            card draws under ``oc.one_card_random`` for the whole, and all ranks must draw from equal states.
-        sizes: lengths of the ranks' parts, if not equal.
+            card draws under ``oc.one_card_random`` for the whole, and all ranks must draw from equal states. Several, where x
+            is cut in several dims: ``[(0, dp), (1, sep)]``. With sep's alone, ranks of dp draw one mask for rows of their own.
+        sizes: lengths of the ranks' parts along a cut that is the only one, if not equal.
         balanced: whether the part is two pieces of the sequence, as ``context.cut`` gives them (its ``balanced``, which is True
             there if left out). It must be said along sep, where either may be meant; elsewhere parts lie in order.
 
@@ -54,8 +55,14 @@ def dropout(
     if cut is None:
         # Not F.dropout, which on the CPU keeps a mask of the size of x for backward; this one keeps a byte for each number.
         return torch.native_dropout(x, p, True)[0]
-    dim, group = cut[0] % x.dim(), cut[1]
-    return _part_of_one_card(x, p, dim, *_pieces(x.shape[dim], group, sizes, balanced))
+    cuts: list[Any] = [cut] if len(cut) == 2 and isinstance(cut[0], int) else [*cut]
+    if sizes is not None and len(cuts) > 1:
+        raise FleetError("dropout(sizes=): lengths are of the one dim that is cut; parts of several dims are equal")
+    along = {}
+    for dim, group in cuts:
+        two = balanced if len(cuts) == 1 or (topology.begun() and group == _along_sep()) else False
+        along[dim % x.dim()] = _pieces(x.shape[dim], group, sizes, two)
+    return _part_of_one_card(x, p, along)
 
 
 def _pieces(length: int, group: Ranks, sizes: Sequence[int] | None, balanced: bool | None) -> tuple[int, list[range]]:
@@ -79,15 +86,20 @@ def _along_sep() -> Ranks:
     return topology.get_hybrid_communicate_group().group("sep")
 
 
-def _part_of_one_card(x: Tensor, p: float, dim: int, whole: int, pieces: list[range]) -> Tensor:
-    law, key, masks = random.law("bernoulli_", torch.bool, 1 - p), random.new_key(), list[Tensor]()
-    for piece in pieces:
-        shape, offset, mine = list(x.shape), [0] * x.dim(), list(x.shape)
-        shape[dim], offset[dim], mine[dim] = whole, piece.start, len(piece)
-        masks.append(torch.empty(mine, dtype=torch.bool, device=x.device))
+def _part_of_one_card(x: Tensor, p: float, along: dict[int, tuple[int, list[range]]]) -> Tensor:
+    law, key = random.law("bernoulli_", torch.bool, 1 - p), random.new_key()
+    shape = [along[dim][0] if dim in along else n for dim, n in enumerate(x.shape)]
+
+    def drawn(mine: list[range], dims: list[int]) -> Tensor:
+        if dims:
+            parts = [drawn([*mine[: dims[0]], piece, *mine[dims[0] + 1 :]], dims[1:]) for piece in along[dims[0]][1]]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dims[0])
+        mask = torch.empty([*map(len, mine)], dtype=torch.bool, device=x.device)
         with set_aside():
-            random.fill(masks[-1], law, key, shape, offset)
-    mask = masks[0] if len(masks) == 1 else torch.cat(masks, dim)
+            random.fill(mask, law, key, shape, [piece.start for piece in mine])
+        return mask
+
+    mask = drawn([*map(range, x.shape)], [*along])
     return _Masked.apply(x, mask, 0.0 if p == 1 else 1 / (1 - p))
 
 
