@@ -154,3 +154,27 @@ def test_what_microbatches_add_to_is_not_read_ahead() -> None:
     losses, total = summed(not_read)
     again, also = summed(not_read, k_steps=4)
     assert again == pytest.approx(losses, rel=1e-5) and also == pytest.approx(total, rel=1e-5)
+
+
+def test_a_count_behind_backward_leaves_the_sums_beside_it_to_the_microbatches() -> None:
+    def counted(k_steps: int) -> list[float]:
+        torch.manual_seed(0)
+        model, calls, right = nn.Linear(6, 4), torch.zeros(()), torch.zeros(())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            out = model(x)
+            F.cross_entropy(out, y).backward()
+            calls.add_(1)
+            right.add_((out.argmax(1) == y).sum())
+            optimizer.step()
+
+        call: Any = oc.to_static(step, k_steps=k_steps) if k_steps > 1 else step
+        draw = torch.Generator().manual_seed(1)
+        for _ in range(CALLS):
+            x = torch.randn(ROWS, 6, generator=draw)
+            call(x, x.argmax(1) % 4)
+        return [float(calls), float(right)]
+
+    assert counted(4) == counted(1)

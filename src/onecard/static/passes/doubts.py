@@ -66,8 +66,7 @@ def doubts(
             "in it: read it ahead of the call, and give it as a tensor without dims",
             True,
         )
-        for node, n in once.read_ahead()[:1]
-        if seen is not None
+        for node, n in [at for at in once.read_ahead() if seen is not None and at[1].meta["line"] in seen.summed][:1]
     ]
     if seen is not None and (others := row_draws.left_out([*graph.nodes], once.keys, once.tail)):
         said.append(

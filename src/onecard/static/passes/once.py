@@ -57,6 +57,8 @@ class Once:
         self.own: set[fx.Node] = set()
         self._touched: set[Any] = set()  # memory that the tail reads, and that it writes to
         self._wrote: set[Any] = set()
+        self._wrote_behind: set[fx.Node] = set()  # by what needs no gradient, behind all backward passes
+        self._read_behind: set[fx.Node] = set()
         self._varied: set[Any] = set()  # memory that a microbatch writes to
         nodes = list(graph.nodes)
         self._order = {n: i for i, n in enumerate(nodes)}
@@ -185,18 +187,31 @@ class Once:
             return
         if effects(node) or any(self.has_own(n, node) for n in node.all_input_nodes):
             self.own.add(node)
+        elif (
+            late and _PROGRAM in written and not read & self._varied
+        ):  # a count, or an average, that is written behind backward()
+            self.tail.add(node)
+            self._wrote_behind |= self.memory.writes[node]
+            self._read_behind |= self._roots(node)
+            return
         if phase_of(node) == "backward":
             self._varied |= written
 
     def _is_tail(self, node: fx.Node, late: bool, read: set[Any], written: set[Any], reads: bool) -> bool:
         if node in self._late or phase_of(node) == "optimizer" or any(n in self.tail for n in node.all_input_nodes):
             return True
+        if (reads and self._roots(node) & self._wrote_behind) or (
+            self.memory.writes.get(node, frozenset()) & (self._wrote_behind | self._read_behind)
+        ):
+            return True
         if (reads and read & self._wrote) or written & (self._wrote | self._touched):
             return True
-        alike = not any(self.has_own(n, node) for n in node.all_input_nodes)
-        if late and alike and (effects(node) or _PROGRAM in written):
-            return True  # draws for the gradients; a count, or an average, that is written behind backward()
+        if late and effects(node) and not any(n in self.own for n in node.all_input_nodes):
+            return True  # draws for the gradients
         return late and any(phase_of(n) == "backward" and "tensor" in n.meta for n in node.all_input_nodes)
+
+    def _roots(self, node: fx.Node) -> set[fx.Node]:
+        return {root for n in node.all_input_nodes for root in self.memory.roots[n]}
 
     def _places(self, nodes: Iterable[fx.Node]) -> set[Any]:
         return {p for n in nodes for p in self._places_of(self.memory.roots[n])}
