@@ -143,6 +143,8 @@ def masks_of_rows_and_steps() -> None:
         assert torch.equal(context.join(part, balanced=balanced), rows), balanced
     with pytest.raises(fleet.FleetError, match="of the one dim that is cut"):
         fleet.dropout(part, 0.5, cut=[(0, dp), (1, sep)], sizes=[3, 3])
+    with pytest.raises(fleet.FleetError, match="dim -2 is named twice"):
+        fleet.dropout(part, 0.5, cut=[(1, dp), (-2, sep)], balanced=False)
 
 
 def test_a_mask_along_the_sequence_is_one_cards() -> None:

@@ -58,8 +58,12 @@ def dropout(
     cuts: list[Any] = [cut] if len(cut) == 2 and isinstance(cut[0], int) else [*cut]
     if sizes is not None and len(cuts) > 1:
         raise FleetError("dropout(sizes=): lengths are of the one dim that is cut; parts of several dims are equal")
-    along = {}
+    along = dict[int, tuple[int, list[range]]]()
     for dim, group in cuts:
+        if dim % x.dim() in along:
+            raise FleetError(
+                f"dropout(cut=): dim {dim} is named twice: give one group whose ranks hold its parts in order"
+            )
         two = balanced if len(cuts) == 1 or (topology.begun() and group == _along_sep()) else False
         along[dim % x.dim()] = _pieces(x.shape[dim], group, sizes, two)
     return _part_of_one_card(x, p, along)
