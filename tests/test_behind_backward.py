@@ -178,3 +178,22 @@ def test_a_count_behind_backward_leaves_the_sums_beside_it_to_the_microbatches()
         return [float(calls), float(right)]
 
     assert counted(4) == counted(1)
+
+
+def test_what_reads_such_a_count_and_a_microbatch_is_refused() -> None:
+    """It would read the count as the call before has left it."""
+    model, calls, share = nn.Linear(6, 4), torch.zeros(()), torch.zeros(())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        out = model(x)
+        out.square().mean().backward()
+        calls.add_(1)
+        share.add_((out > 0).sum() / calls)
+        optimizer.step()
+
+    with pytest.raises(RecordingError, match=r"div at .* each microbatch has its own"):
+        call = oc.to_static(step, k_steps=4)
+        for _ in range(2):
+            call(torch.ones(ROWS, 6))
