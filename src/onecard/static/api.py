@@ -30,7 +30,7 @@ from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import all_or_none, all_record
 from onecard.static.run.bound import BoundRecording
-from onecard.static.run.elsewhere import expect, in_order, settle
+from onecard.static.run.elsewhere import in_order, settle, watch_copies
 from onecard.static.run.rechecked import Recounted, given_to
 from onecard.static.step import refusals
 from onecard.static.step.step import ANEW, MISS
@@ -158,7 +158,7 @@ class Static:
                 f"stages=onecard.Stages({self._options.k_steps})"
             )
         if self._sketched:
-            expect()
+            watch_copies()
         chosen(self._options)  # a wrong name is refused here, not at the second call
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
         self.fn = fn

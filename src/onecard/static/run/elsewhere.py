@@ -22,7 +22,7 @@ from onecard.train import copied, unmade
 from onecard.train.absent import Absent, let_go
 
 
-def expect() -> None:
+def watch_copies() -> None:
     """Some tensors will be absent: copies of them are seen, ahead of recordings, which note the functions that a step reads."""
     copied.seen(Absent)
 
