@@ -125,6 +125,10 @@ def read_ahead(seen: Tensor, x: Tensor, loss: Tensor) -> Tensor:
     return scaled
 
 
+def read_twice(seen: Tensor, x: Tensor, loss: Tensor) -> Tensor:
+    return read_ahead(seen, x, loss) / (2 + seen)
+
+
 def not_read(seen: Tensor, x: Tensor, loss: Tensor) -> Tensor:
     seen.add_(x.square().sum())
     return loss
@@ -150,10 +154,11 @@ def summed(what: Callable[[Tensor, Tensor, Tensor], Tensor], **options: Any) -> 
 def test_what_microbatches_add_to_is_not_read_ahead() -> None:
     """A microbatch would read what those before it have added, where one card reads what earlier calls have."""
     with pytest.raises(RecordingError, match=r"add at .* reads what add_ at .* adds to behind it"):
-        summed(read_ahead, k_steps=4)
-    losses, total = summed(not_read)
-    again, also = summed(not_read, k_steps=4)
-    assert again == pytest.approx(losses, rel=1e-5) and also == pytest.approx(total, rel=1e-5)
+        summed(read_twice, k_steps=4)
+    for what in (not_read, read_ahead):
+        losses, total = summed(what)
+        again, also = summed(what, k_steps=4)
+        assert again == pytest.approx(losses, rel=1e-5) and also == pytest.approx(total, rel=1e-5)
 
 
 def test_a_count_behind_backward_leaves_the_sums_beside_it_to_the_microbatches() -> None:
@@ -181,19 +186,27 @@ def test_a_count_behind_backward_leaves_the_sums_beside_it_to_the_microbatches()
 
 
 def test_what_reads_such_a_count_and_a_microbatch_is_refused() -> None:
-    """It would read the count as the call before has left it."""
-    model, calls, share = nn.Linear(6, 4), torch.zeros(()), torch.zeros(())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    """It would read the count as the call before has left it; of a sum over rows the batch's is taken."""
 
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        out = model(x)
-        out.square().mean().backward()
-        calls.add_(1)
-        share.add_((out > 0).sum() / calls)
-        optimizer.step()
+    def shared(largest: bool, **options: Any) -> float:
+        torch.manual_seed(0)
+        model, calls, share = nn.Linear(6, 4), torch.zeros(()), torch.zeros(())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    with pytest.raises(RecordingError, match=r"div at .* each microbatch has its own"):
-        call = oc.to_static(step, k_steps=4)
-        for _ in range(2):
-            call(torch.ones(ROWS, 6))
+        def step(x: Tensor) -> None:
+            optimizer.zero_grad()
+            out = model(x)
+            out.square().mean().backward()
+            calls.add_(1)
+            share.add_((out.max() if largest else (out > 0).sum()) / calls)
+            optimizer.step()
+
+        call: Any = oc.to_static(step, **options) if options else step
+        draw = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            call(torch.randn(ROWS, 6, generator=draw))
+        return float(share)
+
+    assert shared(False, k_steps=4) == pytest.approx(shared(False), rel=1e-5)
+    with pytest.raises(RecordingError, match=r"takes what max at .*: each microbatch has its own"):
+        shared(True, k_steps=4)

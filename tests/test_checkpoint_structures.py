@@ -118,6 +118,14 @@ def test_memory_that_two_names_share(tmp_path: Path) -> None:
     oc.save_state_dict({"0.weight": torch.ones(2, 2)}, tmp_path / "once")  # as Hugging Face writes tied weights
     oc.checkpoint.load(tmp_path / "once", tied)
     assert (tied[1].weight == 1).all()
+    lone = nn.Sequential(nn.Linear(2, 2, bias=False))
+    oc.checkpoint.save(tied, tmp_path / "both")
+    oc.checkpoint.load(tmp_path / "both", lone)  # a tied weight's other name has no place here, and needs none
+    assert (lone[0].weight == 1).all()
+    tied[1].weight = nn.Parameter(torch.zeros(2, 2))
+    oc.checkpoint.save(tied, tmp_path / "apart")
+    with pytest.raises(CheckpointError, match=r"without a place in the state: '1.weight'"):
+        oc.checkpoint.load(tmp_path / "apart", lone)
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

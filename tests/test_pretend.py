@@ -40,6 +40,7 @@ OF_ALL_WORLDS = {
         "tensor.random_operators.draw._law", "tensor.dispatch.entry.by_value",
         "tensor.aliasing.strides.expanded", "tensor.aliasing.strides.overlaps",
         "tensor.aliasing.strides.own_stride", "tensor.aliasing.strides.place", "tensor.rows.owners._of_dim",
+        "train.unreduced._of_nobody",
     ),
     "of objects, for as long as they live": (
         "comm.shm.group.alive", "fleet.gradients.merging._known", "fleet.gradients.scaling._resting",

@@ -620,12 +620,12 @@ RETURNED: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
     "sums of each column": lambda a, b, n: torch.stack([a, b], 1).sum(0),
     "a product over rows": lambda a, b, n: torch.stack([a, b]).float() @ torch.stack([a, b], 1).float() / n,
     "as many means as a microbatch has rows": lambda a, b, n: torch.stack([a, b, a & b, a | b], 1).float().mean(0),
+    "a sum and a mean": lambda a, b, n: a.sum() / n + b.sum(),
     "a constant": lambda a, b, n: torch.tensor([3.0, 4.0]),
 }
 TOLD: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
     "plus its length": lambda a, b, n: a.sum() / b.sum() + n,
     "one more": lambda a, b, n: a.sum() / b.sum() * n + 1,
-    "a sum and a mean": lambda a, b, n: a.sum() / n + b.sum(),
     "bounded": lambda a, b, n: a.sum().clamp(max=n // 2),
     "rounded": lambda a, b, n: torch.div(a.sum() * 3, n, rounding_mode="floor"),
     "its length alone": lambda a, b, n: torch.tensor(float(n)),

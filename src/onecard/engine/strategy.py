@@ -158,7 +158,7 @@ class Amp(Checked):
         "custom_black_list": may.names("names of torch's functions"),
     }  # fmt: skip
     elsewhere: ClassVar[Mapping[str, str]] = {
-        "use_pure_fp16": "amp.dtype='float16', amp.level='O2'",
+        "use_pure_fp16": "amp.dtype='bfloat16', amp.level='O2': a scaler takes no gradients that are float16",
         "use_fp16_guard": "nothing: a part of the model that is to stay float32 runs under torch.autocast(..., enabled=False)",
         "use_bf16_guard": "nothing: a part of the model that is to stay float32 runs under torch.autocast(..., enabled=False)",
         "use_master_grad": "nothing: gradients of float32 parameters are float32, those of amp.level='O2' are taken over as such",

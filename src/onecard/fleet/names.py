@@ -34,6 +34,7 @@ ELSEWHERE = {
     "Fleet": "`fleet` itself",
     "UtilBase": _UTIL,
     "util": _UTIL,
+    "metrics": "`oc.all_reduce(total)` of the sums and counts that a metric is made of; an `Engine` has `metrics=`",
     "base": "`fleet.DistributedStrategy`, `fleet.get_hybrid_communicate_group()`",
     "CommunicateTopology": "`fleet.get_hybrid_communicate_group().topology()`",
     "scaler": "`fleet.distributed_scaler`",

@@ -240,7 +240,7 @@ def _run(
     if batch is not None:
         if looker is not None:
             looker.returned(result)
-        seen, whole = batch.compared(looker, first)
+        seen, whole = batch.compared(looker, first, recording.graph)
         late = batch.late(recording, calls, whole, first)
         if looker is not None and parts is not None and parts.avg is None:
             of_part, of_batch = ([entry.node for entry in each] for each in (calls, whole))

@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from onecard._torch.names import tree_unflatten
 from onecard.comm.base.record import user_line
@@ -19,6 +20,7 @@ from onecard.static.capture.questions import Answers, AskedOfWhole, WholeQuestio
 from onecard.static.guards.held import HeldValues
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import Doubt, Verdict
+from onecard.static.passes.kept_once import JOINED, note_joined
 from onecard.static.passes.late_numbers import CallEntry, listed, set_to_batch
 from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
 from onecard.static.passes.options import StaticOptions
@@ -101,6 +103,8 @@ class WholeBatch:
     def _run(self, capture: Capture, looker: Additive | None = None) -> tuple[Any, list[CallEntry]]:
         capture.leaves_nothing = capture.recorder.looks = True
         undo = capture.undone(sketched=True)
+        if looker is not None:
+            looker.joined = partial(capture.recorder.note, JOINED)
         try:
             # A look draws nothing, and how many there are depends on what a rank has.
             with autocast(self.options.dtype, capture.leaves), self.parts.around(), by_stage(), looker or nullcontext():
@@ -112,11 +116,14 @@ class WholeBatch:
             capture.settle()
             undo.back()
 
-    def compared(self, first: Additive | None, part: Sequence[Any]) -> tuple[Verdict | None, list[CallEntry]]:
+    def compared(
+        self, first: Additive | None, part: Sequence[Any], graph: fx.Graph
+    ) -> tuple[Verdict | None, list[CallEntry]]:
         """How the step depends on its rows, by this second look: which of its numbers follow the rows; and what it calls.
 
         One that is another for the same ``part`` of them, by a third look, follows something else: the check of recordings tells.
-        ``first``: the look at that part; None: nobody asks how the step depends on rows.
+        ``first``: the look at that part; None: nobody asks how the step depends on rows. ``graph``: of that part: what is known
+        of its values is noted there.
         """
         looker = None if first is None else Additive(self.leaves, first.verdict, self.parts.k_steps)
         try:
@@ -124,6 +131,8 @@ class WholeBatch:
             if looker is None or first is None:
                 return None, calls
             if looker.moved:
+                fixed = looker.verdict.values  # of one row nobody can tell what has nothing of the batch
+                first.verdict.values = {i: v for i, v in first.verdict.values.items() if i in fixed}
                 again = Additive(part, first.verdict, 1)
                 self._look(part, again)
                 if again.moved:
@@ -132,6 +141,8 @@ class WholeBatch:
             if first is not None and not isinstance(fault, RecordingError):
                 raise
             return None if first is None else Verdict(open=True) if first.unsure else first.verdict, []
+        if calls and self.parts.avg is None:
+            note_joined(graph, calls[0].node.graph)
         return looker.verdict, calls
 
     def late(

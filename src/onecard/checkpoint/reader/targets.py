@@ -231,13 +231,14 @@ class StateWalk:
 
     def _left_over(self, node: Any) -> list[str]:
         wanted = {want.name for want in self.wants}
+        read = {self.tensors[n].views for n in wanted & self.tensors.keys()} - {()}  # a tied weight has other names
         scopes, made = (*self.scopes, *self.stages), {*self.made_of}
         parts = tuple(f"{key}." for key, item in (tree.children(node) or {}).items() if tree.children(item) is not None)
 
         def asked(name: str) -> bool:
             return name.startswith(scopes) or (self.flat and not name.startswith(parts))
 
-        found = sorted(name for name in self.tensors if name not in wanted and asked(name))
+        found = sorted(n for n, x in self.tensors.items() if not (n in wanted or x.views in read) and asked(n))
         for path, item in tree.values(node):
             above = (path[:i] for i, letter in enumerate(path) if letter == ".")
             empty = tree.children(item) is not None

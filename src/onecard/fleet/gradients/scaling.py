@@ -13,6 +13,7 @@ from onecard._torch import patches
 from onecard._torch import scaling as _torch_scaling
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import of_ranks
+from onecard.comm.world import world
 from onecard.errors import FleetError
 from onecard.fleet.gradients import hooks, merging
 from onecard.fleet.gradients import sums as gradients
@@ -35,7 +36,7 @@ class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for a fleet program: an infinity on one rank skips the step, and lowers the scale, on all.
 
     It takes torch's arguments, by Paddle's names, too: ``init_loss_scaling``, ``incr_ratio``, ``decr_ratio``,
-    ``incr_every_n_steps``, ``use_dynamic_loss_scaling``, ``enable``.
+    ``incr_every_n_steps``, ``use_dynamic_loss_scaling``, ``enable``. Without ``device`` it is for this rank's.
 
     Raises:
         FleetError: an argument that neither has, or one by both names; what torch's scaler cannot do.
@@ -62,6 +63,8 @@ class GradScaler(torch.amp.GradScaler):
             if _PADDLES[name] in kwargs or _PADDLES[name] in given:
                 raise FleetError(f"GradScaler: {name} and {_PADDLES[name]} are one argument")
             kwargs[_PADDLES[name]] = kwargs.pop(name)
+        if "device" not in kwargs and "device" not in given:
+            kwargs["device"] = world.device().type  # the ranks'; torch's own would be off without a GPU
         super().__init__(*args, **kwargs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

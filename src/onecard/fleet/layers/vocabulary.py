@@ -197,7 +197,8 @@ class _CrossEntropy(Function):
         log_sum = total[0].log()
         loss = log_sum - total[1]
         if smoothing:
-            loss = (1 - smoothing) * loss + smoothing * (log_sum - total[2] / classes)
+            # A factor: a loss in a pipeline that divides by what came with the logits would be one that no weight fits.
+            loss = (1 - smoothing) * loss + smoothing * (log_sum - total[2] * (1 / classes))
         softmax = exponentials / total[0][..., None]
         ctx.save_for_backward(softmax.to(logits.dtype), at, here, ignored)
         ctx.given = (smoothing, classes)

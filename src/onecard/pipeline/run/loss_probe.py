@@ -254,18 +254,24 @@ def _chosen(labels: Any, rows: list[int]) -> Any:
     return tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, labels)
 
 
-def apart(divisors: Sequence[Made], whole: Any, count: int) -> tuple[int, int]:
-    """A row that counts for much, and one that counts for less; if all count alike the first and the last."""
+def apart(divisors: Sequence[Made], whole: Any, count: int) -> list[tuple[int, int]]:
+    """A row that counts for much, and one that counts for less; if all count alike the first and the last.
+
+    Of several divisors also pairs that count for something, as much by one of them, and not so by another.
+    """
+    found, more = list[tuple[int, int]](), list[tuple[int, int]]()
     for number in divisors:
         some = range(0, count, -(-count // ROWS))
         try:
             sizes = {i: float(number.value(tree_leaves(_chosen(whole, [i] * _OFTEN)))) for i in some}
         except Unknown:
             continue
-        p, q = max(sizes, key=lambda i: sizes[i]), min(sizes, key=lambda i: sizes[i])
-        if sizes[p] != sizes[q]:
-            return p, q
-    return 0, count - 1
+        for pairs, rows in ((found, sizes), (more, {i: n for i, n in sizes.items() if n})):
+            p, q = max(rows, key=sizes.__getitem__, default=0), min(rows, key=sizes.__getitem__, default=0)
+            if sizes[p] != sizes[q]:
+                pairs.append((p, q))
+    first = found[0] if found else (0, count - 1)
+    return [first, *(pair for pair in dict.fromkeys(more) if len(divisors) > 1 and pair != first)]
 
 
 def _drawn_from() -> list[Tensor]:

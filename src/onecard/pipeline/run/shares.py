@@ -261,8 +261,11 @@ class Shares:
         lone = without_rows(value)
         with recorded.unrecorded(), torch.no_grad(), untouched(self.loss_fn, probe.device), self._heard():
             trace = probe.first_look(rows)
-            chosen = apart(trace.divisors, whole, probe.count)
+            chosen, *others = apart(trace.divisors, whole, probe.count)
             trace, left = probe.fitting(*chosen)
+            if left and not trace.blind:
+                for fits in [probe.fitting(*pair)[1] for pair in others]:
+                    left = left & fits if fits else left
             bends = "" if trace.blind else bends_sums(self.loss_fn, value, whole, rows, probe.count)
             if lone and left and not trace.blind:
                 probe.means = True

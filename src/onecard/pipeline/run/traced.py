@@ -72,7 +72,10 @@ class Made:
 def _total(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
     """What torch's loss of classes divides by."""
     valid = target != ignored
-    return valid.sum() if weight is None else weight.to(target.device)[target[valid]].sum()
+    if weight is None:
+        return valid.sum()
+    each = weight.to(target.device)[torch.where(valid, target, 0)]  # a choice by the mask is not in a recording
+    return torch.where(valid, each, 0).sum()
 
 
 def _inverse(x: Tensor) -> Tensor:

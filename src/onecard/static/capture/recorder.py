@@ -244,9 +244,13 @@ class Recorder(ValueReads):
     def note_rows(self, gradients: Sequence[Tensor]) -> None:
         """These have a row for each row of the batch: each microbatch has its own, where parameters' are added up."""
         for x in gradients:
-            found = self._nodes.get(id(seen_as(x)))
-            if found is not None:
-                found[1].meta["of rows"] = True
+            self.note("of rows", x, True)
+
+    def note(self, name: str, x: Tensor, value: Any) -> None:
+        """Something that is known of a tensor, in its node's meta."""
+        found = self._nodes.get(id(seen_as(x)))
+        if found is not None:
+            found[1].meta[name] = value
 
     def _name(self, x: Tensor, node: fx.Node) -> None:
         if isinstance(x, DistTensor):  # rows: others are known by their parts

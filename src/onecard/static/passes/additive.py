@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from onecard.comm.base import record
 from onecard.comm.base.state import faked
 from onecard.rules.call import Call, Schema, schema_of
 from onecard.static.passes.dependence import (
+    ADDS,
     ALIKE,
     MIXED,
     PLACES,
@@ -50,6 +51,7 @@ class Additive(DispatchMode):
         backward: whether operators of backward are looked at, too: else they are known by what it begins with.
 
     Attributes:
+        joined: is told how microbatches give each value together: their sum (1), or mean (0); None: in no such way.
         draws: what draws random numbers, and of which shape; ``drawn``: where these have the rows of what they are made for.
     """
 
@@ -68,6 +70,7 @@ class Additive(DispatchMode):
         self.drawn: list[Drawn | None] = []
         self._like: Any = WeakIdKeyDictionary()
         self._columns: Any = WeakIdKeyDictionary()
+        self.joined: Callable[[Tensor, int | None], None] | None = None
         self.passes = Passes(self._kind_of, self._keep, lambda: iter([*self.known]))
         for x in batch:
             self.given(x)
@@ -171,6 +174,11 @@ class Additive(DispatchMode):
         with no_dispatch(), torch.no_grad():
             if (kind := self._kind_of(x)) is not None:
                 self._now(now, kind, False)
+                self._tell_joined(now, kind)
+
+    def _tell_joined(self, x: Tensor, kind: Kind | None) -> None:
+        if self.joined is not None:
+            self.joined(x, kind.degree if kind is not None and kind.how == ADDS else None)
 
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -191,6 +199,7 @@ class Additive(DispatchMode):
             found = [kind if told(kind) or rows is None else rows for kind in found]
         for x, kind in zip(made, found, strict=True):
             self._now(x, kind, writes)
+            self._tell_joined(x, kind)
             of_columns = schema.functional == "arange" or (given and all(g in self._columns for g in given if g.dim()))
             if kind is None and of_columns:
                 self._columns[x] = True  # which there are as many of as rows, by chance

@@ -16,6 +16,7 @@ from onecard.static.passes import row_draws
 from onecard.static.passes.count_chain import NLL
 from onecard.static.passes.counted import Count, CountFinder, not_ignored
 from onecard.static.passes.dependence import Doubt, Verdict
+from onecard.static.passes.kept_once import JOINED
 from onecard.static.passes.once import Once, phase_of, words
 from onecard.static.passes.row_kinds import is_linear, makes_alike
 from onecard.static.passes.whole_counts import DIVISIONS, MEAN, is_number, is_whole, scales
@@ -97,9 +98,9 @@ def _of_division(where: str, why: str) -> str:
 
 def _divided(graph: fx.Graph, once: Once, k: int) -> Iterator[tuple[str, Count | None]]:
     """Divisions by what each microbatch has, in words, and by what; None: by more than the batch gives."""
-    counts = CountFinder(graph, once, k)
+    counts, matters = CountFinder(graph, once, k), _given_on(graph, once)
     for node in graph.nodes:
-        if phase_of(node) != "forward" or node in once.tail or node not in once.own:
+        if phase_of(node) != "forward" or node in once.tail or node not in once.own or node not in matters:
             continue
         if node.target in NLL and node.args[3] == MEAN:
             labels, weights, ignored = node.args[1], node.args[2], node.args[4]
@@ -115,6 +116,22 @@ def _divided(graph: fx.Graph, once: Once, k: int) -> Iterator[tuple[str, Count |
                     by, node
                 ):  # a product of losses is no count
                     yield _of_division(words(node), "a value"), counts.of(by, node)
+
+
+def _given_on(graph: fx.Graph, once: Once) -> set[fx.Node]:
+    """What gradients, results, and means and sums over rows are made of; what a step keeps beside these is told by itself."""
+    made: Any = next(iter(reversed(graph.nodes))).args[0]
+    found = {n for n in made if isinstance(n, fx.Node) and not once.made_of_batch(n)}
+    places = {root for n in found for root in once.memory.roots[n]}
+    roots, writes = once.memory.roots, once.memory.writes
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            continue
+        ends = phase_of(node) == "backward" or JOINED in node.meta
+        if ends or node in found or not places.isdisjoint(writes.get(node, ())):
+            found.update([node, *node.all_input_nodes])
+            places.update(root for n in node.all_input_nodes for root in roots[n])
+    return found
 
 
 def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:

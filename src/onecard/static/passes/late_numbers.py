@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
 from onecard.static.passes.dependence import Doubt
+from onecard.static.passes.kept_once import FOLLOWS
 from onecard.static.passes.once import Once, phase_of, words
 
 _COMPARED = (int, float, complex, str, tuple, torch.dtype)
@@ -67,6 +68,8 @@ def set_to_batch(
     """
     pairs = _aligned(mine, whole)
     differ = [mine[i].node for i, j in pairs if mine[i].given != whole[j].given]
+    for node in differ:
+        node.meta[FOLLOWS] = True
     complete = len(pairs) == len(mine) == len(whole)
     if complete and not differ:
         return

@@ -19,8 +19,9 @@ from onecard.rules.call import schema_of
 from onecard.static.passes import row_draws
 from onecard.static.passes.adding import added
 from onecard.static.passes.count_chain import AFTER, AVERAGE, EACH, SUM
+from onecard.static.passes.kept_once import JOINED
 from onecard.static.passes.once import Once, cut, is_scale, phase_of, words
-from onecard.static.passes.whole_counts import is_whole
+from onecard.static.passes.whole_counts import is_number, is_whole
 from onecard.static.step.nodes import copied_to
 from onecard.static.step.order import only_names
 
@@ -219,16 +220,37 @@ class _Merge:
             return self.names[node]
         if node in self.once.same:
             return self.each[0][node]
+        if self.once.kept_once.gives(node, user) and not self.once.kept_once.follows(node):
+            return self._of_batch(node)
         if (base := self._base(node)) is None:
             raise RecordingError(
-                f"k_steps: {words(user)} needs the gradients of the whole step, and {words(node)}, of which each microbatch "
-                "has its own. Return it, and keep it behind the call, where means and sums over rows are the batch's; or put it "
-                "into the loss, before backward()"
+                f"k_steps: {words(user)} runs once, behind the backward passes of all microbatches, and takes what "
+                f"{words(self._own_number(node))} gives: each microbatch has its own of that, and it is no sum and no mean over "
+                "rows, nor made of such alone. Return it, and work with it behind the call; or put it into the loss, before "
+                "backward()"
             )
         if base is node:
             return self.sums[node]
         self.names[node] = made = copied_to(self.made, node, lambda n: self._in_tail(n, user))
         made.meta.pop("part", None)  # a view of the whole step's gradient, not of a microbatch's
+        return made
+
+    def _own_number(self, node: fx.Node) -> fx.Node:
+        """The number of which each microbatch has its own, and that makes a value one that the batch does not give."""
+        once = self.once
+        for n in node.all_input_nodes:
+            if n.op == "call_function" and is_number(n) and n in once.own and not once.kept_once.gives(n, node):
+                return self._own_number(n)
+        return node
+
+    def _of_batch(self, node: fx.Node) -> fx.Node:
+        """What the batch gives, of a value that each microbatch has its own of: their sum or mean, or made anew of such."""
+        if (degree := node.meta.get(JOINED)) is None:
+            made = copied_to(self.made, node, lambda n: self._in_tail(n, node))
+            made.meta.pop("part", None)
+        else:
+            made = self._together(node, [names[node] for names in self.each], not degree)
+        self.names[node] = made
         return made
 
     def _shown(self, i: int, node: Any) -> Any:
@@ -238,6 +260,7 @@ class _Merge:
             or node in self.names
             or node in self.once.same
             or self._base(node) is not None
+            or self.once.made_of_batch(node)
         ):
             return self._in_tail(node, node) if isinstance(node, fx.Node) else node
         if is_whole(node):

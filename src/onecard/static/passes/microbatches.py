@@ -181,7 +181,10 @@ class Microbatches:
         told, counts = doubts(recording.graph, self.k_steps, leaves, once, seen if self.avg is None else None)
         if self.avg is None and seen is not None:
             out: Any = next(iter(reversed(recording.graph.nodes))).args[0]
-            whole_ones = {i for i, at in enumerate(_positions(recording)) if is_whole(out[at])}
+            shown = [out[at] for at in _positions(recording)]
+            whole_ones = {
+                i for i, node in enumerate(shown) if is_whole(node) or node in once.tail or once.made_of_batch(node)
+            }
             told = [*verdicts.said(seen, self.k_steps, whole_ones), *told]
         self._judge(recording.name, [*told, *more])
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}

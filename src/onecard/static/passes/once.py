@@ -14,6 +14,7 @@ from torch import fx
 
 from onecard.errors import RecordingError
 from onecard.static.passes import row_draws
+from onecard.static.passes.kept_once import JOINED, KeptOnce
 from onecard.static.step.memory import GraphMemory, effects
 from onecard.static.step.order import only_names
 
@@ -30,6 +31,13 @@ def cut(node: fx.Node) -> bool:
 def _counts_batches(node: fx.Node) -> bool:
     """Whether a node counts a batch norm's batches, which is told of (``additive.said``)."""
     return any("input" in n.meta and n.meta["input"].name.endswith("num_batches_tracked") for n in node.all_input_nodes)
+
+
+def _begins(node: fx.Node, given: Collection[fx.Node]) -> bool:
+    """Whether a node ends what a step does ahead of its batch."""
+    if node.op != "call_function":
+        return False
+    return bool(node.meta.get("inside")) or effects(node) or any(n in given for n in node.all_input_nodes)
 
 
 def _kind(node: fx.Node) -> str:
@@ -61,6 +69,7 @@ class Once:
         self._read_behind: set[fx.Node] = set()
         self._varied: set[Any] = set()  # memory that a microbatch writes to
         nodes = list(graph.nodes)
+        self._out = nodes[-1]
         self._order = {n: i for i, n in enumerate(nodes)}
         stepping = next((i for i, n in enumerate(nodes) if phase_of(n) == "optimizer"), len(nodes))
         backward = [i for i, n in enumerate(nodes[:stepping]) if phase_of(n) == "backward"]
@@ -69,14 +78,29 @@ class Once:
         end = backward[-1] if backward else len(nodes)
         calls = [n for n in nodes if n.op == "call_function"]
         self.keys = row_draws.of_batch(calls, {n for n in calls if phase_of(n) == "optimizer"})
+        self.kept_once = self._kept_once(nodes, end)
         for i, node in enumerate(nodes):
             if cut(node) or (self.keys and row_draws.has_rows(node)):
                 self.own.add(node)
             if node.op == "call_function" and node not in self.keys:
                 self._sort(node, i > end)
         self._join_tail(nodes[end + 1 :])
+        self._join_made(calls)
         self.head = self._find_head(calls) | self.keys
         self._find_same(nodes)
+
+    def _kept_once(self, nodes: list[fx.Node], end: int) -> KeptOnce:
+        given = {n for n in nodes if cut(n) or (self.keys and row_draws.has_rows(n))}
+        first = next((i for i, n in enumerate(nodes) if _begins(n, given)), len(nodes))
+        may_wait = [
+            n
+            for n, places in self.memory.writes.items()
+            if self._order[n] >= first
+            and phase_of(n) == "forward"
+            and (_PROGRAM in self._places_of(places) or not n.meta.get("inside"))
+            and not (effects(n) or _counts_batches(n))
+        ]
+        return KeptOnce(nodes, self.memory, end, may_wait, given, self.keys, phase_of)
 
     def _join_tail(self, late: list[fx.Node]) -> None:
         """What only the tail reads, behind all backward passes, runs once, too: what is made of parameters, or of their dims."""
@@ -91,6 +115,14 @@ class Once:
                 or phase_of(node) == "backward"
                 or read & self._varied
             ):
+                self.tail.add(node)
+
+    def _join_made(self, nodes: list[fx.Node]) -> None:
+        """What is made of what the whole batch gives, for the tail alone, runs once, too."""
+        for node in reversed(nodes):
+            if JOINED in node.meta or not node.users or node in self.tail:
+                continue
+            if all(n in self.tail and self.kept_once.gives(node, n) for n in node.users):
                 self.tail.add(node)
 
     def has_own(self, node: fx.Node, at: fx.Node) -> bool:
@@ -168,6 +200,9 @@ class Once:
         ]
 
     def _sort(self, node: fx.Node, late: bool) -> None:
+        if node in self.kept_once.late:
+            self._once_behind(node)
+            return
         read, written = self._places(node.all_input_nodes), self._places_of(self.memory.writes.get(node, ()))
         reads = not only_names(node)
         if self._is_tail(node, late, read, written, reads):
@@ -190,12 +225,22 @@ class Once:
         elif (
             late and _PROGRAM in written and not read & self._varied
         ):  # a count, or an average, that is written behind backward()
-            self.tail.add(node)
-            self._wrote_behind |= self.memory.writes[node]
-            self._read_behind |= self._roots(node)
+            self._once_behind(node)
             return
         if phase_of(node) == "backward":
             self._varied |= written
+
+    def made_of_batch(self, node: fx.Node) -> bool:
+        """Whether a result is no sum and no mean over rows, and made of such: of those of the whole batch, then.
+
+        Not if a number in it is a microbatch's length.
+        """
+        return JOINED not in node.meta and self.kept_once.gives(node, self._out) and not self.kept_once.follows(node)
+
+    def _once_behind(self, node: fx.Node) -> None:
+        self.tail.add(node)
+        self._wrote_behind |= self.memory.writes.get(node, frozenset())
+        self._read_behind |= self._roots(node)
 
     def _is_tail(self, node: fx.Node, late: bool, read: set[Any], written: set[Any], reads: bool) -> bool:
         if node in self._late or phase_of(node) == "optimizer" or any(n in self.tail for n in node.all_input_nodes):

@@ -298,7 +298,8 @@ class Kinds(RowNumbers):
             return self.grows or self._adds_nothing(call)
         bound = bound_of(call)
         given = {i for i, k in enumerate(kinds) if k is not None and (k.how in (ADDS, COUNT) or k.zero)}
-        return bound is None or all(given & {*term} for term in bound.terms)
+        terms = (bound.terms if bound is not None else ()) or [(i,) for i in range(len(kinds))]  # of ``stack``, each
+        return all(given & {*term} for term in terms)
 
 
 def _undropped(call: Call) -> Call:
@@ -327,7 +328,8 @@ def is_linear(call: Call, operands: Collection[int]) -> bool:
     """Whether an operator is known to be linear in some of its operands together (numbers that are added left aside)."""
     if call.schema.views or traits_of(call.func).copies or call.schema.functional in _LINEAR:
         return True
-    if call.schema.functional in _SUMS and len(call.operands) == 1:
+    scaled = call.schema.functional in ("mul", "div") and call.values.get("rounding_mode") is None  # integers, too
+    if (scaled or call.schema.functional in _SUMS) and len(call.operands) == 1:
         return True
     bound = bound_of(call)
     if bound is None or not (bound.terms or bound.moves):

@@ -21,7 +21,7 @@ def said(verdict: Verdict, k: int, whole: Collection[int] = ()) -> Iterator[Doub
     if verdict.normalized:
         yield _told(
             f"batch norm at {verdict.normalized[0]} normalizes each microbatch by its own mean and variance, where one card "
-            "takes those of the batch. avg=True says that a loop of microbatches is meant"
+            "takes those of the batch. avg=True (a Strategy: microbatch_loss=True) says that a loop of microbatches is meant"
         )
     if unknown := [kind.where for kind in verdict.losses if kind.how == UNKNOWN]:
         yield _told(

@@ -30,6 +30,7 @@ from onecard.static.passes.count_chain import (
     term_of,
 )
 from onecard.static.passes.dependence import ADDS, COUNT, AddedNumber, Kind
+from onecard.static.passes.kept_once import JOINED
 from onecard.static.passes.once import Once, phase_of
 from onecard.static.step.memory import GraphMemory
 from onecard.static.step.nodes import copied_to
@@ -179,7 +180,8 @@ class _Rewrite:
         if scales(node) and (node in self.at or phase_of(node) == "backward"):
             for place in scales(node):
                 if (by := node.args[place]) in self.whole and (count is None or count.node is by):
-                    return self._with(node, place, self.whole[by])  # type: ignore[index]
+                    made = self._with(node, place, self.whole[by])  # type: ignore[index]
+                    return self._joined(made, node, place)
         if node.target in _NLL_BACKWARD and node.args[_TOTAL] in self.whole:
             return self._with(node, _TOTAL, self.whole[node.args[_TOTAL]])  # type: ignore[index]
         if node in self.at:
@@ -187,12 +189,24 @@ class _Rewrite:
         made = copied_to(self.new, node, self.names.__getitem__)
         loss: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
         if loss in self.at:
-            return self._like(node, aten.div.Tensor, made, self.whole[self.at[loss].node])
+            mean = self._like(node, aten.div.Tensor, made, self.whole[self.at[loss].node])
+            mean.meta.update({JOINED: made.meta.pop(JOINED)} if JOINED in made.meta else {})
+            return mean
         return made
 
     def _with(self, node: fx.Node, place: int, value: Any) -> fx.Node:
         made = copied_to(self.new, node, self.names.__getitem__)
         made.update_arg(place, value)
+        return made
+
+    def _joined(self, made: fx.Node, node: fx.Node, place: int) -> fx.Node:
+        """How microbatches give together what is scaled by a count of the batch: as they give what it scales."""
+        of: Any = node.args[1 - place] if len(node.args) > 1 and place < 2 else None
+        degree = of.meta.get(JOINED) if isinstance(of, fx.Node) else None
+        made.meta.pop(JOINED, None)
+        if degree is not None and (count := self.at.get(node)) is not None and node.target is not aten.where.self:
+            degree += -count.degree if node.target in DIVISIONS else count.degree
+            made.meta.update({JOINED: degree} if degree in (0, 1) else {})
         return made
 
     def _shown(self, node: fx.Node) -> fx.Node:

@@ -1,0 +1,153 @@
+"""Random numbers that a step keeps of its batch, cut in microbatches: counts, averages, what is made of them. One card's numbers?
+
+``python -m fuzz.kept --seed 17 --count 1 --show``: one again, with its text.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard.errors import RecordingError
+
+ROWS, CLASSES, CALLS = 8, 4, 4
+OF_BATCH = (
+    "l.detach()", "(o.argmax(1) == y).sum()", "(y != 0).sum()", "len(y)", "o.detach().mean()", "e.detach().sum()", "hits.mean()",
+    "(e.detach() * (y != 0)).sum() / (y != 0).sum()", "hits.sum() / len(y)", "o.detach().square().sum(1).mean()", "1.0",
+    "x.sum()", "o.detach().max()", "o.detach().std()", "(hits * (y == 1)).sum()", "e.detach().sum() / e.numel()",
+)  # fmt: skip
+STATES = ("s", "u", "v")
+MADE = (
+    "{a} + {b}", "{a} * {b}", "{a} / (1 + abs({b}))", "(0.1 * {t}).exp()", "{t}.abs().sqrt()", "torch.where({t} > {b}, {t}, {a})",
+    "torch.minimum({t}, {s})", "{a} * 0.5", "{t}.clone()", "torch.stack([{t}, {s}]).sum()", "{t} - {a}", "({t} > {b}).float()",
+)  # fmt: skip
+KEPT = (
+    "{s}.add_({a})", "{s}.mul_(0.9).add_({a}, alpha=0.1)", "{s}.copy_({t})", "{s}.lerp_({t}, 0.3)", "{s}.div_(1 + abs({a}))",
+    "{s} += {a}", "{s}.add_(1)", "{s}.mul_(0.5)", "{s}.sub_({s})", "{s}.fill_({t})",
+)  # fmt: skip
+TEMPORARY = ("n = torch.zeros(())", "n += {a}", "n = {a} + torch.zeros(())", "n.mul_(0.5)")
+LOSSES = ("e.mean()", "e.mean()", "e.sum() / len(y)", "e.sum()", "(e * (y != 0)).sum() / (y != 0).sum()")
+READS = ("", "", "", "o = o * (1 + 0.01 * u)", "o = o + 0.01 * v")
+
+
+def text_of(seed: int) -> str:
+    """The program of a number: what stands between forward and backward, behind backward, and behind the optimizer's step."""
+    draw = random.Random(seed)
+    names: list[str] = []
+
+    def value(tensor: bool = False) -> str:
+        pool = [*OF_BATCH, *OF_BATCH, *STATES, *names, *names]
+        if tensor:
+            pool = [x for x in pool if x not in ("len(y)", "1.0")]
+        return draw.choice(pool)
+
+    def filled(form: str) -> str:
+        return form.format(a=f"({value()})", b=f"({value()})", t=f"({value(True)})", s=draw.choice(STATES))
+
+    def statement() -> str:
+        kind = draw.random()
+        if kind < 0.35:
+            made = filled(draw.choice(MADE))
+            names.append(f"w{len(names)}")
+            return f"{names[-1]} = {made}"
+        if kind < 0.45:
+            return filled(draw.choice(TEMPORARY)) if "n" in names else _begin(names)
+        return filled(draw.choice(KEPT))
+
+    blocks = [[statement() for _ in range(draw.choice((0, 1, 2, 4)))] for _ in range(3)]
+    first = [draw.choice(("u.add_(1)", "v.mul_(0.9)"))] if draw.random() < 0.2 else []
+    shown = [value(True) for _ in range(draw.choice((0, 0, 1, 2)))]
+    lines = [
+        "def step(x, y):",
+        *indented(first, 1),
+        "    o = model(x)",
+        *indented([r for r in [draw.choice(READS)] if r], 1),
+    ]
+    lines += ["    e = cross_entropy(o, y, reduction='none')", "    hits = (o.argmax(1) == y).float()"]
+    lines += [f"    l = {draw.choice(LOSSES)}"]
+    for block, after in zip(blocks, ("l.backward()", "optimizer.step()", "optimizer.zero_grad()"), strict=True):
+        lines += ["    with torch.no_grad():", *indented([*block, "pass"], 2), f"    {after}"]
+    return "\n".join([*lines, f"    return l.detach(), {''.join(f'torch.as_tensor({x}).clone(), ' for x in shown)}"])
+
+
+def _begin(names: list[str]) -> str:
+    names.append("n")
+    return "n = torch.zeros(())"
+
+
+def indented(lines: list[str], depth: int) -> list[str]:
+    return ["    " * depth + line for line in lines]
+
+
+def run(text: str, k: int, seed: int) -> list[Tensor]:
+    """What a program gives and leaves, call by call."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    space: dict[str, Any] = dict(
+        torch=torch, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.05), cross_entropy=nn.functional.cross_entropy,
+        s=torch.zeros(()), u=torch.ones(()), v=torch.full((), 0.5),
+    )  # fmt: skip
+    exec(compile(text, f"/kept/{seed}.py", "exec"), space)  # a name of its own, so that its lines are told apart
+    step = oc.to_static(space["step"], k_steps=k) if k else space["step"]
+    data, found = torch.Generator().manual_seed(seed), list[Tensor]()
+    for _ in range(CALLS):
+        x, y = torch.randn(ROWS, 5, generator=data), torch.randint(0, CLASSES, (ROWS,), generator=data)
+        y[:: ROWS // 4] = 1
+        found += [torch.as_tensor(r).detach().clone().double() for r in step(x, y)]
+        found += [space[name].detach().clone().double() for name in STATES]
+        found += [p.detach().clone().double() for p in model.parameters()]
+    return found
+
+
+def judged(seed: int) -> str:
+    """``equal``, ``refused``, ``told``, or ``wrong`` of a program; ``broken``, if one card cannot do it."""
+    text, k = text_of(seed), (2, 4, 8)[seed % 3]
+    try:
+        wanted = run(text, 0, seed)
+    except (RuntimeError, TypeError, AttributeError, UnboundLocalError):
+        return "broken"
+    if not all(x.isfinite().all() and x.abs().max() < 1e4 for x in wanted):
+        return "broken"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            found = run(text, k, seed)
+        except RecordingError as refusal:
+            return f"refused: {_short(refusal)}"
+    equal = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(wanted, found, strict=True))
+    if told:
+        return f"told, {'equal' if equal else 'other'}: {_short(told[0].message)}"
+    return "equal" if equal else "wrong"
+
+
+def _short(said: Any) -> str:
+    return " ".join(str(said).split())[:110]
+
+
+def main(seed: int = 0, count: int = 100, show: bool = False) -> None:
+    """Run programs, and tell how many came out how."""
+    torch.set_num_threads(1)
+    found, words = Counter[str](), Counter[str]()
+    for one in range(seed, seed + count):
+        what = judged(one)
+        found[what.split(":")[0]] += 1
+        words[what] += ":" in what
+        if show or what == "wrong":
+            print(f"--- {one}: {what}\n{text_of(one)}" if show or what == "wrong" else "")
+    print(dict(found))
+    if show or count > 1:
+        for said, n in words.most_common(12):
+            print(f"{n:4} {said}") if n else None
+    sys.exit(found["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
