@@ -14,7 +14,7 @@ import onecard as oc
 from fuzz import fault_programs as programs
 from onecard.fleet.gradients import sums
 from onecard.fleet.layers import linear, mappings
-from onecard.pipeline.run import stage_walk
+from onecard.pipeline.run import runtime
 from onecard.tensor.random_operators import draw
 from onecard.train import norms
 from onecard.train.zero import reducer
@@ -126,5 +126,5 @@ def places() -> Iterator[Place]:
     yield "fleet's sums", "gradients are not summed", programs.data, 2, sums, "_reduce", _on_ranks(lambda *_: None)
     for mode in ("1F1B", "FThenB"):
         program = partial(programs.stages, mode)
-        yield "schedules", f"{mode}: a microbatch is lost", program, 2, stage_walk, "split", _on_ranks(_lost)
+        yield "schedules", f"{mode}: a microbatch is lost", program, 2, runtime, "split", _on_ranks(_lost)
     yield "random keys", "parts of another place", dropped, 2, draw.random, "fill", _on_ranks(_elsewhere)
