@@ -401,6 +401,7 @@ def scaling() -> None:
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
     scaler = fleet.GradScaler("cpu", init_loss_scaling=4.0, incr_every_n_steps=2, enable=True)  # by Paddle's names
     fixed = fleet.GradScaler("cpu", 8.0, use_dynamic_loss_scaling=False)
+    assert fleet.GradScaler(init_loss_scaling=2.0).is_enabled()  # for the ranks' device, also without a GPU
     assert fixed.get_scale() == 8.0 and 1.0 < fixed.get_growth_factor() < 1.0 + 1e-6
     for wrong, words in (
         ({"init_scale": 1.0, "init_loss_scaling": 2.0}, "are one argument"),

@@ -81,6 +81,7 @@ MEANS: dict[str, Loss] = {
     "a mask by hand": by_hand,
     "weights that add up to one": spread,
     "rows that are chosen": chosen,
+    "rows that are chosen, with weights": lambda out, y: F.cross_entropy(out[y != -100], y[y != -100], weight=WEIGHT),
     "losses that are chosen": lambda out, y: ce(out, y, reduction="none")[y.flatten() != -100].mean(),
     "masked_select": lambda out, y: ce(out, y, reduction="none").masked_select(y.flatten() != -100).mean(),
     "places that are chosen": lambda out, y: ce(out, y, reduction="none")[(y.flatten() != -100).nonzero()].mean(),
@@ -120,6 +121,78 @@ def test_the_loss_of_the_batch_follows_from_those_of_its_parts(name: str) -> Non
         parts = zip(weights(loss, out, y, shares), out.split(2), y.split(2), strict=True)
         made = sum(w * loss(a, b) for w, a, b in parts if w)
         close(torch.as_tensor(made), loss(out, y), name)
+
+
+def _over_cut_logits() -> list[tuple[float, float]]:
+    begin(dp=1, mp=2)
+    out, y = batch()
+    found, part = [], out.split([3, 4], -1)[oc.get_rank()]
+    for smoothing in (0.0, 0.1):
+        layer = fleet.meta_parallel.ParallelCrossEntropy(num_classes=CLASSES, label_smoothing=smoothing)
+        for reduced in (lambda e, k: e.mean(), lambda e, k: e.sum(), lambda e, k: (e * k).sum() / k.sum()):
+            loss = lambda out, y: reduced(layer(out, y).view(y.shape), counted(y))  # noqa: B023, E731
+            parts = zip(weights(loss, part, y), part.split(2), y.split(2), strict=True)
+            made = sum(w * loss(a, b) for w, a, b in parts if w)
+            each = F.cross_entropy(out.transpose(1, 2), y, reduction="none", label_smoothing=smoothing)
+            found.append((float(made), float(reduced(each, counted(y)))))
+    return found
+
+
+def test_losses_over_cut_logits() -> None:
+    for found in run_ranks(_over_cut_logits, 2):
+        assert len(found) == 6 and all(a == pytest.approx(b, rel=1e-5) for a, b in found)
+
+
+def _recorded_by_marks(more: dict[str, Any]) -> list[float]:
+    first, last = oc.ProcessMesh([0], ["pp"]), oc.ProcessMesh([1], ["pp"])
+    torch.manual_seed(0)
+    a, b = nn.Linear(4, 8), nn.Linear(8, CLASSES)
+    oc.shard_layer(a, first), oc.shard_layer(b, last)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = a, b
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.a(oc.reshard(x, first, [oc.Replicate()])).tanh()
+            return self.b(oc.reshard(hidden, last, [oc.Replicate()]))
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = pipeline.step_by_marks(
+            model, lambda o, y: F.cross_entropy(o, y, **more), x, y, schedule="1F1B", microbatches=4
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    call = oc.to_static(step)
+    return [float(oc.unshard(call(*_rows(i)))) for i in range(3)]
+
+
+def _rows(number: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(number)
+    x, y = torch.randn(8, 4, generator=draw), torch.randint(CLASSES, (8,), generator=draw)
+    y[torch.arange(8) % 3 == number] = -100
+    return x, y
+
+
+def test_weights_of_classes_in_a_recorded_step_by_marks() -> None:
+    more = {"weight": WEIGHT, "label_smoothing": 0.1}
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    optimizer, wanted = torch.optim.SGD(one.parameters(), 0.1), []
+    for i in range(3):
+        loss = F.cross_entropy(one(_rows(i)[0]), _rows(i)[1], **more)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(float(loss.detach()))
+    for found in run_ranks(_recorded_by_marks, 2, more):
+        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
