@@ -1,4 +1,7 @@
-"""What a step over microbatches keeps of them, in tensors of its own: a mean loss, an accuracy, averages of such. One card's."""
+"""What a step over microbatches keeps of them in tensors of its own: a mean loss, an accuracy, averages of such. One card's.
+
+See ``onecard.static.passes.kept_once``.
+"""
 
 from __future__ import annotations
 

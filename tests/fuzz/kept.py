@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import warnings
@@ -138,6 +139,8 @@ def main(seed: int = 0, count: int = 100, show: bool = False) -> None:
     found, words = Counter[str](), Counter[str]()
     for one in range(seed, seed + count):
         what = judged(one)
+        if one % 8 == 0:
+            gc.collect()  # recordings are circles, and each new one looks at all objects that there are
         found[what.split(":")[0]] += 1
         words[what] += ":" in what
         if show or what == "wrong":

@@ -274,8 +274,8 @@ class DistTensor(Tensor):
         if self._spec.layout.pending or self._local.shape != self.shape:
             raise DispatchError(
                 f"data_ptr of {self._spec!r}: this rank's memory holds only its part. To save, gather on every rank and write "
-                "on one: whole = {name: onecard.unshard(x).contiguous() for name, x in model.state_dict().items()}. "
-                "For a kernel of your own: x.to_local().data_ptr()"
+                "on one: whole = {name: onecard.unshard(x).contiguous() for name, x in model.state_dict().items()}, "
+                "model.save_pretrained(path, state_dict=whole). For a kernel of your own: x.to_local().data_ptr()"
             )
         memory.arrived(self)
         return self._local.data_ptr()
