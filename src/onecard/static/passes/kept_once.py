@@ -119,7 +119,8 @@ class KeptOnce:
             seen.lost |= needs
         if node in seen.own or effects(node) or any(n in seen.own for n in node.all_input_nodes) or read & seen.varied:
             seen.own.add(node)
-            seen.varied |= writes
+            if node.target is not again.message or not all(r in seen.whole for r in writes):  # a sum over ranks, of sums
+                seen.varied |= writes
             if JOINED in node.meta and self._is_forward(node) and not read & seen.varied:
                 seen.whole[node] = _NONE
             elif self._is_pure(node) and self._all_known(seen, node, False):
