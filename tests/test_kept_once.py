@@ -73,7 +73,11 @@ def mixed(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
     s.copy_(half + (y == 1).sum())
 
 
-ALL: tuple[Keeps, ...] = total, average, perplexity, best, accuracy, f1, masked, seen, steps, summed, mixed
+def whole(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
+    s.add_((loss * 10).long())
+
+
+ALL: tuple[Keeps, ...] = total, average, perplexity, best, accuracy, f1, masked, seen, steps, summed, mixed, whole
 PLACES = ("ahead of backward", "behind backward", "behind the step")
 
 
@@ -159,6 +163,44 @@ def test_what_the_batch_does_not_give_is_told_or_refused() -> None:
         looped = Program(total, PLACES[0]).run(lambda step: oc.to_static(step, k_steps=4, avg=True))
     one = Program(total, PLACES[0]).run(alone)
     assert looped[-1] > 2 * one[-1]
+
+
+def test_what_is_rounded_is_rounded_once() -> None:
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        weight.square().sum().backward()
+        return (x.mean() * 10).int(), (x.sum(0) * 10).long()
+
+    weight, x = torch.ones(2, requires_grad=True), torch.arange(24.0).view(8, 3) / 7
+    optimizer = torch.optim.SGD([weight], 0.1)
+
+    def trained(x: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
+        made = step(x)
+        optimizer.step()
+        return made
+
+    call = oc.to_static(trained, k_steps=4)
+    for found in (call(x), call(x)):
+        assert all(map(torch.equal, found, trained(x)))
+
+
+def test_a_row_that_is_squeezed_away_is_refused() -> None:
+    def squeezed(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
+        s.add_(o.squeeze().mean(0).sum())
+
+    with pytest.raises(RecordingError, match="has other dims for a microbatch, and is a sum over something else there"):
+        Program(squeezed, PLACES[0]).run(cut_in(8))
+    Program(squeezed, PLACES[0]).run(cut_in(4))
+
+
+def test_a_hook_that_keeps_a_gradient_is_told() -> None:
+    program = Program(steps, PLACES[0])
+    kept = torch.zeros_like(program.model[0].weight)
+    program.model[0].weight.register_hook(lambda grad: (kept.add_(grad), None)[1])
+    with pytest.warns(
+        UserWarning, match=r"add_ at .*, in a hook, writes into the program what each microbatch has its own of"
+    ):
+        program.run(cut_in(4))
 
 
 def test_random_numbers_of_a_step() -> None:

@@ -19,10 +19,11 @@ from onecard.static.capture.capture import Capture
 from onecard.static.capture.questions import Answers, AskedOfWhole, WholeQuestions
 from onecard.static.guards.held import HeldValues
 from onecard.static.passes.additive import Additive
-from onecard.static.passes.dependence import Doubt, Verdict
+from onecard.static.passes.dependence import MIXED, Doubt, Kind, Verdict
 from onecard.static.passes.kept_once import JOINED, note_joined
 from onecard.static.passes.late_numbers import CallEntry, listed, set_to_batch
 from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
+from onecard.static.passes.once import words
 from onecard.static.passes.options import StaticOptions
 from onecard.static.run.bound import BoundRecording
 from onecard.static.step.step import MISS, AnyStep
@@ -142,7 +143,10 @@ class WholeBatch:
                 raise
             return None if first is None else Verdict(open=True) if first.unsure else first.verdict, []
         if calls and self.parts.avg is None:
-            note_joined(graph, calls[0].node.graph)
+            other = note_joined(graph, calls[0].node.graph)
+            if other is not None:
+                why = f"{words(other)} has other dims for a microbatch, and is a sum over something else there"
+                looker.verdict.losses.append(Kind(MIXED, where=why))
         return looker.verdict, calls
 
     def late(

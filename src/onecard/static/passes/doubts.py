@@ -69,6 +69,15 @@ def doubts(
         )
         for node, n in [at for at in once.read_ahead() if seen is not None and at[1].meta["line"] in seen.summed][:1]
     ]
+    said += [
+        Doubt(
+            f"{words(n)}, in a hook, writes into the program what each microbatch has its own of, {k} times a call: read p.grad "
+            "behind backward() instead, where it is the batch's",
+            False,
+        )
+        for n in once.hooked()
+        if seen is not None
+    ]
     if seen is not None and (others := row_draws.left_out([*graph.nodes], once.keys, once.tail)):
         said.append(
             Doubt(

@@ -27,16 +27,25 @@ _Nodes = frozenset[fx.Node]
 _NONE: _Nodes = frozenset()
 
 
-def note_joined(graph: fx.Graph, whole: fx.Graph) -> None:
-    """Note at the nodes of a microbatch what was seen at those of its batch, if both do the same up to their gradients."""
+def note_joined(graph: fx.Graph, whole: fx.Graph) -> fx.Node | None:
+    """Note at the nodes of a microbatch what was seen at those of its batch, if both do the same up to their gradients.
+
+    Returns:
+        A sum or mean over rows that has other dims for a microbatch, so that it is of something else (``x.squeeze().mean(0)`` of
+        one row).
+    """
     ours, theirs = (
         [n for n in g.nodes if n.op == "call_function" and n.meta.get("phase") == "forward"] for g in (graph, whole)
     )
     if [n.target for n in ours] != [n.target for n in theirs]:
-        return
-    for node, other in zip(ours, theirs, strict=True):
-        if other.meta.get(JOINED) in (0, 1):
-            node.meta[JOINED] = other.meta[JOINED]
+        return None
+    noted = [(n, other) for n, other in zip(ours, theirs, strict=True) if other.meta.get(JOINED) in (0, 1)]
+    for node, other in noted:
+        if node.meta["tensor"][0] != other.meta["tensor"][0]:
+            return node
+    for node, other in noted:
+        node.meta[JOINED] = other.meta[JOINED]
+    return None
 
 
 @dataclass
@@ -119,7 +128,9 @@ class KeptOnce:
             seen.lost |= needs
         if node in seen.own or effects(node) or any(n in seen.own for n in node.all_input_nodes) or read & seen.varied:
             seen.own.add(node)
-            if node.target is not again.message or not all(r in seen.whole for r in writes):  # a sum over ranks, of sums
+            if node.target is not again.message or not all(
+                r in seen.whole for r in writes
+            ):  # a sum over ranks, of sums
                 seen.varied |= writes
             if JOINED in node.meta and self._is_forward(node) and not read & seen.varied:
                 seen.whole[node] = _NONE

@@ -184,6 +184,17 @@ class Once:
             if n in self.own and n not in self.tail and phase_of(n) == "forward" and _PROGRAM in self._places_of(places)
         ]
 
+    def hooked(self) -> list[fx.Node]:
+        """What a hook writes into the program, beside gradients, of a microbatch's backward pass."""
+        return [
+            n
+            for n, places in self.memory.writes.items()
+            if n.meta.get("hooked")
+            and n not in self.tail
+            and phase_of(n) == "backward"
+            and any(_kind(r) not in ("", "gradient", *_ALONE) for r in places)
+        ]
+
     def read_ahead(self) -> list[tuple[fx.Node, fx.Node]]:
         """What reads memory of the program that each microbatch adds to behind it: all but the first have others' in it."""
         kept = self.kept()

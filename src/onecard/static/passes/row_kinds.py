@@ -33,7 +33,7 @@ from onecard.static.passes.dependence import (
     degree_of,
     told,
 )
-from onecard.static.passes.row_numbers import SCALES, RowNumbers, value_of
+from onecard.static.passes.row_numbers import SCALES, RowNumbers, rounds, value_of
 from onecard.static.passes.row_orders import Orders, is_ordered, orders_of
 
 _MEAN = 1  # torch's number for reduction="mean"
@@ -326,6 +326,8 @@ _LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_un
 
 def is_linear(call: Call, operands: Collection[int]) -> bool:
     """Whether an operator is known to be linear in some of its operands together (numbers that are added left aside)."""
+    if rounds(call, operands):
+        return False
     if call.schema.views or traits_of(call.func).copies or call.schema.functional in _LINEAR:
         return True
     scaled = call.schema.functional in ("mul", "div") and call.values.get("rounding_mode") is None  # integers, too

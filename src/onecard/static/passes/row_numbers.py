@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from typing import Any
 
@@ -207,6 +207,13 @@ def _same(one: Any, other: Any) -> bool:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool((a.isnan() & b.isnan() | (a == b)).all())
+
+
+def rounds(call: Call, operands: Collection[int]) -> bool:
+    """Whether floats become whole numbers: the rest of a sum is lost once, those of its summands each."""
+    kept = call.operands[0].dtype if call.schema.functional == "copy" else call.values.get("dtype")
+    whole = isinstance(kept, torch.dtype) and not (kept.is_floating_point or kept.is_complex)
+    return whole and any(call.operands[i].dtype.is_floating_point for i in operands)
 
 
 def value_of(x: Tensor, alike: bool = False) -> float | None:
