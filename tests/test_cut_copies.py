@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -148,33 +149,43 @@ def test_weights_that_two_stages_read(sizes, reference, tmp_path, monkeypatch) -
 
 
 class Counted(nn.Module):
-    """Whoever has only read the buffer would read its old value in the next step."""
+    """Whoever has only read the buffer would read its old value in the next step, unless all ranks write it at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest: bool = False) -> None:
         super().__init__()
+        self.largest = largest
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
         self.register_buffer("seen", torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.second(self.first(x) * self.seen.clone())
         with torch.no_grad():
-            self.seen.add_(made.detach().mean())
+            self.seen.add_(made.detach().max() if self.largest else made.detach().mean())
         return made
 
 
-def _counts() -> None:
-    model = Counted()
+def _counted(largest: bool = False, **options: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = Counted(largest)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    def step(x: Tensor) -> None:
-        model(x).square().mean().backward()
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
-    run = oc.to_static(step, stages=oc.Stages(1, at=["second"]))
+    run, draw = oc.to_static(step, **options) if options else step, torch.Generator().manual_seed(1)
+    return [float(run(torch.randn(8, 4, generator=draw))) for _ in range(4)]
+
+
+def _counts() -> list[list[float]]:
     with pytest.raises(RecordingError, match=r"model\.seen is used by several stages and changed by add_"):
-        run(torch.ones(2, 4))
+        _counted(True, stages=oc.Stages(1, at=["second"]))
+    return [_counted(stages=oc.Stages(k, at=["second"])) for k in (1, 4)]
 
 
 def test_a_buffer_that_one_stage_reads_and_another_one_writes() -> None:
-    run_ranks(_counts, 2)
+    for each in run_ranks(_counts, 2):
+        assert all(found == pytest.approx(_counted(), rel=1e-5) for found in each)
