@@ -128,10 +128,8 @@ class KeptOnce:
             seen.lost |= needs
         if node in seen.own or effects(node) or any(n in seen.own for n in node.all_input_nodes) or read & seen.varied:
             seen.own.add(node)
-            if node.target is not again.message or not all(
-                r in seen.whole for r in writes
-            ):  # a sum over ranks, of sums
-                seen.varied |= writes
+            sums = node.target is again.message and all(r in seen.whole for r in writes)  # over ranks, of what is known
+            seen.varied |= _NONE if sums else writes
             if JOINED in node.meta and self._is_forward(node) and not read & seen.varied:
                 seen.whole[node] = _NONE
             elif self._is_pure(node) and self._all_known(seen, node, False):

@@ -51,6 +51,7 @@ class Once:
         head: those that run once, before; ``tail``: after. ``same``: those that give the same for each microbatch.
         keys: those of ``head`` that draw the keys of random numbers.
         own: those that depend on the microbatch, or draw.
+        kept_once: which writes wait for all backward passes, and of which values the batch's is known then.
 
     ``training``: whether a step without gradients is refused.
 
