@@ -77,7 +77,34 @@ def whole(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
     s.add_((loss * 10).long())
 
 
-ALL: tuple[Keeps, ...] = total, average, perplexity, best, accuracy, f1, masked, seen, steps, summed, mixed, whole
+def counted(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
+    s.add_(F.one_hot(y, CLASSES).sum(0)[2])
+
+
+def scattered(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
+    s.add_(torch.zeros(CLASSES).scatter_add(0, y, torch.ones(len(y)))[1])
+
+
+def indexed(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
+    s.add_(torch.zeros_like(s.view(1)).index_add(0, y * 0, o[:, 0])[0])
+
+
+COUNTS: tuple[Keeps, ...] = counted, scattered, indexed
+ALL: tuple[Keeps, ...] = (
+    *COUNTS,
+    total,
+    average,
+    perplexity,
+    best,
+    accuracy,
+    f1,
+    masked,
+    seen,
+    steps,
+    summed,
+    mixed,
+    whole,
+)
 PLACES = ("ahead of backward", "behind backward", "behind the step")
 
 
@@ -163,6 +190,25 @@ def test_what_the_batch_does_not_give_is_told_or_refused() -> None:
         looped = Program(total, PLACES[0]).run(lambda step: oc.to_static(step, k_steps=4, avg=True))
     one = Program(total, PLACES[0]).run(alone)
     assert looped[-1] > 2 * one[-1]
+
+
+def onto_ones(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
+    s.add_(torch.ones(CLASSES).index_add(0, y, o[:, 0])[1])
+
+
+def into_the_state(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
+    s.view(1).index_add_(0, y * 0, o[:, 0])
+
+
+def test_what_is_added_to_more_than_zeros_is_no_sum_over_rows() -> None:
+    """Each microbatch would add the ones again."""
+    with pytest.warns(UserWarning, match="writes into the program what each microbatch has its own of"):
+        Program(onto_ones, PLACES[0]).run(cut_in(4))
+    with pytest.raises(RecordingError, match="takes what select at"):
+        Program(onto_ones, PLACES[2]).run(cut_in(4))
+    said = r"makes of zeros: total\.add_\(torch\.zeros_like\(total\)\.index_add\(\.\.\.\)\)"
+    with pytest.raises(RecordingError, match=said):
+        Program(into_the_state, PLACES[2]).run(cut_in(4))
 
 
 def test_what_is_rounded_is_rounded_once() -> None:

@@ -22,6 +22,7 @@ STATED = {
     "same_if_alike": """view.default _unsafe_view expand permute slice narrow contiguous reshape squeeze.dim transpose.int
         as_strided flatten.using_ints""",
     "room": "empty new_empty empty_like empty_strided new_empty_strided",
+    "shaped": "empty_like new_empty new_empty_strided zeros_like ones_like full_like new_zeros new_ones new_full",
     "copies": "cat reshape clone contiguous _to_copy copy_ stack flatten",
     "cheap": "native_layer_norm native_group_norm _softmax _log_softmax",
     "fresh": """mm addmm bmm baddbmm linear matmul convolution sum mean _softmax _log_softmax clone embedding native_layer_norm
@@ -48,6 +49,7 @@ class Traits:
         pointwise: element by element.
         same: it gives the tensor that it is given; ``same_if_alike``: if shape and strides stay.
         room: it makes memory with nothing in it; ``copies``: it computes nothing, and may make memory.
+        shaped: it takes the shape alone of what it is given.
         cheap: it costs next to nothing to compute it again.
         fresh: it makes a tensor of its own for certain.
         product: it multiplies matrices.
@@ -67,6 +69,7 @@ class Traits:
     same: bool = False
     same_if_alike: bool = False
     room: bool = False
+    shaped: bool = False
     copies: bool = False
     cheap: bool = False
     fresh: bool = False

@@ -15,7 +15,7 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
 from onecard.static.step.memory import GraphMemory, effects
-from onecard.static.step.order import only_names
+from onecard.static.step.order import reads_none
 
 JOINED = "joined"
 """In a node's meta: its value is a sum over the rows of a microbatch (1), or a mean (0)."""
@@ -116,7 +116,7 @@ class KeptOnce:
 
     def _look(self, seen: _Walk, node: fx.Node, late: bool) -> None:
         roots, writes = self.memory.roots, self.memory.writes.get(node, _NONE)
-        read = _NONE if only_names(node) else frozenset(r for n in node.all_input_nodes for r in roots[n])
+        read = _NONE if reads_none(node) else frozenset(r for n in node.all_input_nodes for r in roots[n])
         needs = self._needs(seen, node, read | writes)
         if needs or node in self._waiting:
             needs |= {node} & self._waiting
@@ -130,7 +130,8 @@ class KeptOnce:
             seen.own.add(node)
             sums = node.target is again.message and all(r in seen.whole for r in writes)  # over ranks, of what is known
             seen.varied |= _NONE if sums else writes
-            if JOINED in node.meta and self._is_forward(node) and not read & seen.varied:
+            shared = {r for r in read & seen.varied if r.op == "placeholder"}  # in it is what others have written
+            if JOINED in node.meta and self._is_forward(node) and not shared:
                 seen.whole[node] = _NONE
             elif self._is_pure(node) and self._all_known(seen, node, False):
                 seen.whole[node] = read.union(*(seen.whole.get(n, ()) for n in node.all_input_nodes))

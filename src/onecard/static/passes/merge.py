@@ -23,7 +23,7 @@ from onecard.static.passes.kept_once import JOINED
 from onecard.static.passes.once import Once, cut, is_scale, phase_of, words
 from onecard.static.passes.whole_counts import is_number, is_whole
 from onecard.static.step.nodes import copied_to
-from onecard.static.step.order import only_names
+from onecard.static.step.order import name_of, only_names
 
 aten = torch.ops.aten
 
@@ -227,13 +227,22 @@ class _Merge:
                 f"k_steps: {words(user)} runs once, behind the backward passes of all microbatches, and takes what "
                 f"{words(self._own_number(node))} gives: each microbatch has its own of that, and it is no sum and no mean over "
                 "rows, nor made of such alone. Return it, and work with it behind the call; or put it into the loss, before "
-                "backward()"
+                f"backward(){self._as_sum(node, user)}"
             )
         if base is node:
             return self.sums[node]
         self.names[node] = made = copied_to(self.made, node, lambda n: self._in_tail(n, user))
         made.meta.pop("part", None)  # a view of the whole step's gradient, not of a microbatch's
         return made
+
+    def _as_sum(self, node: fx.Node, user: fx.Node) -> str:
+        """How what is added in place, row by row, is a sum over rows."""
+        name = next((n for n in map(name_of, (user, *self.memory.writers_to(node))) if n in _ADDS_ROWS), "")
+        made = name.removesuffix("_")
+        return (
+            f". A sum over rows is what {made} makes of zeros: total.add_(torch.zeros_like(total).{made}(...))"
+            * bool(name)
+        )
 
     def _own_number(self, node: fx.Node) -> fx.Node:
         """The number of which each microbatch has its own, and that makes a value one that the batch does not give."""
@@ -326,6 +335,9 @@ class _Merge:
         for part in parts[1:]:
             total = added(self.made, node, aten.add.Tensor, total, part)
         return added(self.made, node, aten.mul.Tensor, total, 1 / self.k) if mean else total
+
+
+_ADDS_ROWS = ("index_add_", "scatter_add_", "index_put_", "addmm_", "addmv_", "addbmm_", "baddbmm_")
 
 
 def _scaled(graph: fx.Graph, once: Once) -> dict[fx.Node, bool]:

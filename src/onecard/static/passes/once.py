@@ -16,7 +16,7 @@ from onecard.errors import RecordingError
 from onecard.static.passes import row_draws
 from onecard.static.passes.kept_once import JOINED, KeptOnce
 from onecard.static.step.memory import GraphMemory, effects
-from onecard.static.step.order import only_names
+from onecard.static.step.order import reads_none
 
 _PROGRAM = "program"  # memory of the program's own: two tensors of it may share it
 _ALONE = ("argument", "constant")
@@ -108,7 +108,7 @@ class Once:
         for node in reversed(late):
             if node.op != "call_function" or not node.users or not all(user in self.tail for user in node.users):
                 continue
-            read = set() if only_names(node) else self._places(node.all_input_nodes)
+            read = set() if reads_none(node) else self._places(node.all_input_nodes)
             if not (
                 node in self.keys
                 or node in self.own
@@ -207,7 +207,7 @@ class Once:
             if i < self._order[n]
             and node.op == "call_function"
             and not (node in self.tail or node in self.head or node in roots or "batch_norm" in str(node.target))
-            and not only_names(node)
+            and not reads_none(node)
             and any(self.memory.roots[x] & roots[n] for x in node.all_input_nodes)
         ]
 
@@ -216,7 +216,7 @@ class Once:
             self._once_behind(node)
             return
         read, written = self._places(node.all_input_nodes), self._places_of(self.memory.writes.get(node, ()))
-        reads = not only_names(node)
+        reads = not reads_none(node)
         if self._is_tail(node, late, read, written, reads):
             if phase_of(node) == "backward" and node not in self._late:
                 raise RecordingError(

@@ -157,7 +157,8 @@ class Kinds(RowNumbers):
             return [self._mixed(call, "is not linear in rows that are scaled by their number", learns)] * count
         degree += self._degree(call, next(x for x, k in zip(given, kinds, strict=True) if k is first))
         there = Kind(ROWS, before=within, size=first.size, degree=degree, learns=learns, order=first.order)
-        return [self._reduced(call, bound, r, factor, mean, there) for r in range(count)]
+        bare = {i for i, k in enumerate(kinds) if k is not None and k.zero}
+        return [self._reduced(call, bound, r, factor, mean, there, bare) for r in range(count)]
 
     def _is_scale(self, name: str, i: int, x: Tensor, kind: Kind) -> bool:
         """Whether an operand is a count by which rows are multiplied or divided: see ``_of_sums``."""
@@ -179,15 +180,17 @@ class Kinds(RowNumbers):
         lone = any(d for i, d in degrees.items() if i not in inside) or not self._adds_nothing(call)
         return None if len(found) > 1 or lone else found.pop()
 
-    def _reduced(self, call: Call, bound: Bound, r: int, factor: int, mean: bool, there: Kind) -> Kind:
-        """A result that has the rows' factor, or that is joined over it. ``there``: the rows within the factor."""
+    def _reduced(
+        self, call: Call, bound: Bound, r: int, factor: int, mean: bool, there: Kind, bare: Collection[int]
+    ) -> Kind:
+        """A result that has the rows' factor, or that is joined over it. ``there``: rows within the factor; ``bare``: zeros."""
         for dim, factors in enumerate(bound.results[r]):
             if factor in factors:
                 if factor in bound.pieces:
                     return self._mixed(call, "goes by where rows stand in the batch", there.learns)
                 return replace(there, dim=dim, before=row_places.outer_of(bound, factors, factor) * there.before)
         where = f"{call.schema.functional} at {record.user_line()}"
-        lone = any(all(factor not in _all(bound.operands[i]) for i in term) for term in bound.terms)
+        lone = any(all(factor not in _all(bound.operands[i]) for i in t) for t in bound.terms if bare.isdisjoint(t))
         # A hook masks what other ranks have: their sum is no sum over rows.
         picks = factor in bound.pieces or call.schema.views
         if bound.reduce[r] != "sum" or lone or picks:

@@ -32,6 +32,11 @@ def only_names(node: fx.Node) -> bool:
     return known is not None and known.views and not known.may_view and node.target.is_view  # type: ignore[union-attr]
 
 
+def reads_none(node: fx.Node) -> bool:
+    """Whether nothing that a node is given is read: a view of it, or another tensor of its shape."""
+    return only_names(node) or traits(node).shaped
+
+
 def only_moves(node: fx.Node) -> bool:
     """Whether a node computes nothing: it names memory, makes it, or copies."""
     known = traits(node)
