@@ -296,3 +296,45 @@ def test_a_sigterm_is_noted_within_a_fit_alone(ranks, tmp_path, capfd):
         assert (ended, again, heard, own) == (3, 4, [], True)  # the job is still asked to end
     said = capfd.readouterr().out
     assert "fit ends after step 3: SIGTERM. What it has is in" in said and "fit ends after step 4: SIGTERM" in said
+
+
+class Weighed(nn.Module):
+    """A model of a sample's first two entries, or of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(programs.WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        made = self.layer(x)
+        return made if weight is None else made * weight
+
+
+def gap(out: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
+    """A loss of one label, or of two."""
+    return sum((out - label).square().mean() for label in labels) / len(labels)
+
+
+def test_where_inputs_end_is_said_of_each_dataset() -> None:
+    torch.manual_seed(0)
+    x, weight, label, more = (torch.randn(8, n) for n in (programs.WIDTH, 1, 1, 1))
+    trained, valid = torch.utils.data.TensorDataset(x, weight, label, more), torch.utils.data.TensorDataset(x, label)
+    model = Weighed()
+    engine = oc.Engine(model, gap, torch.optim.SGD(model.parameters(), 0.1))
+    alone = Weighed()
+    alone.load_state_dict(model.state_dict())
+    seen = engine.fit(trained, valid, 8, 2, train_sample_split=2, valid_sample_split=1, verbose=0)
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    for epoch in range(2):
+        loss = gap(alone(x, weight), label, more)
+        torch.testing.assert_close(torch.tensor(seen["loss"][epoch]).float(), loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(torch.tensor(seen["val_loss"][epoch]).float(), gap(alone(x), label).detach())
+    found = engine.evaluate(valid, 8, valid_sample_split=1, verbose=0)["loss"]
+    torch.testing.assert_close(torch.tensor(found).float(), gap(alone(x), label).detach())
+    (out,) = engine.predict(trained, 8, test_sample_split=1, verbose=0)
+    torch.testing.assert_close(out, alone(x).detach())
+    with pytest.raises(EngineError, match=r"nvprof_range=\[1, 3\].*torch\.profiler"):
+        engine.fit(trained, batch_size=8, nvprof_range=[1, 3])

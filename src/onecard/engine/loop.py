@@ -70,7 +70,10 @@ def fit(
     collate_fn: Any = None,
     num_workers: int = 0,
     sample_split: int = 0,
+    train_sample_split: int = 0,
+    valid_sample_split: int = 0,
     verbose: int = 1,
+    nvprof_range: Any = None,
 ) -> History:
     """Train over a dataset, and go on where an earlier call was stopped.
 
@@ -82,6 +85,8 @@ def fit(
         valid_freq: epochs between two validations.
         save_dir: where checkpoints go: after each ``save_freq`` epochs, each ``save_steps`` steps, and at a SIGTERM, which ends
             it; the newest ``keep`` stay.
+        sample_split: how many entries of a batch are inputs; the rest are labels. All but the last, if left out.
+        train_sample_split, valid_sample_split: the same of one of the two datasets.
         resume: with a checkpoint in ``save_dir``, go on there: model, optimizers, position in the data, random numbers, history;
             on any number of ranks. False: refuse a folder with checkpoints.
         callbacks: objects with some of ``on_train_begin(logs)``, ``on_epoch_begin(epoch, logs)``,
@@ -97,8 +102,14 @@ def fit(
         EngineError: no batch; a dataset shorter than a batch; checkpoints in the way.
     """
     _check_counts(epochs=epochs, log_freq=log_freq, valid_freq=valid_freq, save_freq=save_freq)
-    engine.look_at(train_data, batch_size, collate_fn, sample_split)
-    engine.prepare(mode="train", sample_split=sample_split)
+    if nvprof_range not in (None, [-1, -1], (-1, -1)):
+        raise EngineError(
+            f"fit(nvprof_range={nvprof_range}): steps are profiled by torch's profiler: a callback that calls the step() of a "
+            "torch.profiler.profile(...) in on_train_batch_end"
+        )
+    split = train_sample_split or sample_split
+    engine.look_at(train_data, batch_size, collate_fn, split)
+    engine.prepare(mode="train", sample_split=split)
     engine.expect(batch_size)
     options = {"collate_fn": collate_fn, "num_workers": num_workers}
     more = {"shuffle": shuffle or None, "drop_last": drop_last}
@@ -115,7 +126,8 @@ def fit(
                 shown.say(f"fit ends after step {run.step}: SIGTERM. What it has is in {run.folder}")
                 break
             if valid_data is not None and (run.epoch + 1) % valid_freq == 0:
-                logs |= _validated(run, valid_data, batch_size, valid_steps, options | {"sample_split": sample_split})
+                its = {"sample_split": valid_sample_split or split}
+                logs |= _validated(run, valid_data, batch_size, valid_steps, options | its)
             _schedule(engine, "epoch", logs)
             run.end_epoch(logs)
             shown.epoch(run.epoch, logs)
@@ -138,20 +150,22 @@ def evaluate(
     collate_fn: Any = None,
     num_workers: int = 0,
     sample_split: int = 0,
+    valid_sample_split: int = 0,
     verbose: int = 1,
 ) -> dict[str, float]:
     """The loss, a mean over samples, and the metrics of a pass; also where its last batch is shorter.
 
     Args:
         valid_data, batch_size, collate_fn, num_workers, callbacks, verbose: as of ``fit``.
+        sample_split: as of ``fit``, for this pass; ``valid_sample_split`` is another name of it.
         steps: at most so many batches.
 
     Raises:
         EngineError: no batch.
     """
     told = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks, engine)
-    before = engine.mode
-    engine.prepare(mode="eval", sample_split=sample_split)
+    before = engine.mode, engine._split
+    engine.prepare(mode="eval", sample_split=valid_sample_split or sample_split)
     loader = loader_of(
         valid_data, engine.place(), batch_size, False, collate_fn=collate_fn, num_workers=num_workers, drop_last=False
     )
@@ -162,7 +176,7 @@ def evaluate(
     for batch in islice(loader, steps):
         found, rows = engine.step(batch, "eval")
         mean.add(found["loss"], rows)
-    engine.mode = before
+    engine.mode, engine._split = before
     if not mean.rows:
         raise no_batches("evaluate", 0)
     logs = {"loss": mean.value} | _values(engine)
@@ -181,20 +195,22 @@ def predict(
     collate_fn: Any = None,
     num_workers: int = 0,
     sample_split: int = 0,
+    test_sample_split: int = 0,
     verbose: int = 1,
 ) -> list[Any]:
     """The model's outputs for each batch, whole on every rank. Labels in the data are left alone.
 
     Args:
         test_data, batch_size, collate_fn, num_workers, verbose: as of ``fit``. steps: at most so many batches.
+        sample_split: as of ``fit``, for this pass; ``test_sample_split`` is another name of it.
     """
-    before = engine.mode
-    engine.prepare(mode="predict", sample_split=sample_split)
+    before = engine.mode, engine._split
+    engine.prepare(mode="predict", sample_split=test_sample_split or sample_split)
     loader = loader_of(
         test_data, engine.place(), batch_size, False, collate_fn=collate_fn, num_workers=num_workers, drop_last=False
     )
     found = [engine.step(batch, "predict")[0]["outputs"] for batch in islice(loader, steps)]
-    engine.mode = before
+    engine.mode, engine._split = before
     if verbose:
         Shown.say(f"predicted {len(found)} batch(es)")
     return found
