@@ -263,6 +263,27 @@ def _first_ones(self: Any, node: Any) -> Any:
     return self.each[0][node]
 
 
+def welford(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
+    """A mean over calls, by a counter that is one of the program's, too."""
+    s.add_((loss - s) / 3)
+
+
+def kept_on_ranks(names: list[str]) -> list[list[float]]:
+    cut = lambda step: oc.to_static(step, plan=oc.Plan(dp=2, microbatches=2))  # noqa: E731
+    by_name = {f.__name__: f for f in (*ALL, welford)}
+    return [Program(by_name[name], place, returns=True).run(cut) for name in names for place in PLACES]
+
+
+def test_ranks_of_a_plan_keep_one_cards() -> None:
+    """A loss that waits for the other ranks' is kept ahead of its backward pass, and so is what is made of it there."""
+    names = ["total", "perplexity", "welford", "masked"]
+    by_name = {f.__name__: f for f in (*ALL, welford)}
+    wanted = [Program(by_name[name], place, returns=True).run(alone) for name in names for place in PLACES]
+    for found in run_ranks(kept_on_ranks, 2, names):
+        assert all(a == pytest.approx(b, rel=1e-5, abs=1e-6) for a, b in zip(found, wanted, strict=True))
+    assert "wrong" not in (found := kept.of_ranks([*range(700, 706)], 2)) and "equal" in found, found
+
+
 def kept_in_stages(names: list[str]) -> list[list[float]]:
     cut = lambda step: oc.to_static(step, plan=oc.Plan(pp=2, microbatches=4))  # noqa: E731
     by_name = {f.__name__: f for f in ALL}

@@ -1,6 +1,6 @@
 """Random numbers that a step keeps of its batch, cut in microbatches: counts, averages, what is made of them. One card's numbers?
 
-``python -m fuzz.kept --seed 17 --count 1 --show``: one again, with its text.
+``python -m fuzz.kept --seed 17 --count 1 --show``: one again, with its text. ``--dp 2``: on ranks, with a plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import tyro
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.errors import RecordingError
+from onecard.errors import OnecardError
+from onecard.testing import run_ranks
 
 ROWS, CLASSES, CALLS = 8, 4, 4
 OF_BATCH = (
@@ -88,8 +89,8 @@ def indented(lines: list[str], depth: int) -> list[str]:
     return ["    " * depth + line for line in lines]
 
 
-def run(text: str, k: int, seed: int) -> list[Tensor]:
-    """What a program gives and leaves, call by call."""
+def run(text: str, k: int, seed: int, dp: int = 1) -> list[Tensor]:
+    """What a program gives and leaves, call by call. ``dp``: over how many ranks the batch of a plan is cut."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     space: dict[str, Any] = dict(
@@ -97,20 +98,20 @@ def run(text: str, k: int, seed: int) -> list[Tensor]:
         s=torch.zeros(()), u=torch.ones(()), v=torch.full((), 0.5),
     )  # fmt: skip
     exec(compile(text, f"/kept/{seed}.py", "exec"), space)  # a name of its own, so that its lines are told apart
-    step = oc.to_static(space["step"], k_steps=k) if k else space["step"]
+    options: dict[str, Any] = {"plan": oc.Plan(dp=dp, microbatches=k)} if dp > 1 else {"k_steps": k}
+    step = oc.to_static(space["step"], **options) if k else space["step"]
     data, found = torch.Generator().manual_seed(seed), list[Tensor]()
     for _ in range(CALLS):
         x, y = torch.randn(ROWS, 5, generator=data), torch.randint(0, CLASSES, (ROWS,), generator=data)
         y[:: ROWS // 4] = 1
-        found += [torch.as_tensor(r).detach().clone().double() for r in step(x, y)]
-        found += [space[name].detach().clone().double() for name in STATES]
-        found += [p.detach().clone().double() for p in model.parameters()]
+        kept = [*step(x, y), *(space[name] for name in STATES), *model.parameters()]
+        found += [torch.as_tensor(oc.unshard(r)).detach().clone().double() for r in kept]
     return found
 
 
-def judged(seed: int) -> str:
+def judged(seed: int, dp: int = 1) -> str:
     """``equal``, ``refused``, ``told``, or ``wrong`` of a program; ``broken``, if one card cannot do it."""
-    text, k = text_of(seed), (2, 4, 8)[seed % 3]
+    text, k = text_of(seed), (2, 4, 8 // dp)[seed % 3]
     try:
         wanted = run(text, 0, seed)
     except (RuntimeError, TypeError, AttributeError, UnboundLocalError):
@@ -120,8 +121,8 @@ def judged(seed: int) -> str:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            found = run(text, k, seed)
-        except RecordingError as refusal:
+            found = run(text, k, seed, dp)
+        except OnecardError as refusal:
             return f"refused: {_short(refusal)}"
     equal = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(wanted, found, strict=True))
     if told:
@@ -133,14 +134,28 @@ def _short(said: Any) -> str:
     return " ".join(str(said).split())[:110]
 
 
-def main(seed: int = 0, count: int = 100, show: bool = False) -> None:
+def all_judged(seeds: list[int], dp: int = 1) -> list[str]:
+    """The verdicts of several programs."""
+    found = []
+    for seed in seeds:
+        found.append(judged(seed, dp))
+        if seed % 8 == 0:
+            gc.collect()  # recordings are circles, and each new one looks at all objects that there are
+    return found
+
+
+def of_ranks(seeds: list[int], dp: int) -> list[str]:
+    """The same on ranks, each of which has to say the same."""
+    found = run_ranks(all_judged, dp, seeds, dp, timeout=60 + 5 * len(seeds))
+    return [one if len({*said}) == 1 else "wrong" for one, *said in zip(found[0], *found, strict=True)]
+
+
+def main(seed: int = 0, count: int = 100, show: bool = False, dp: int = 1) -> None:
     """Run programs, and tell how many came out how."""
     torch.set_num_threads(1)
     found, words = Counter[str](), Counter[str]()
-    for one in range(seed, seed + count):
-        what = judged(one)
-        if one % 8 == 0:
-            gc.collect()  # recordings are circles, and each new one looks at all objects that there are
+    seeds = [*range(seed, seed + count)]
+    for one, what in zip(seeds, of_ranks(seeds, dp) if dp > 1 else all_judged(seeds), strict=True):
         found[what.split(":")[0]] += 1
         words[what] += ":" in what
         if show or what == "wrong":

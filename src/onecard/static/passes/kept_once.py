@@ -118,10 +118,13 @@ class KeptOnce:
         roots, writes = self.memory.roots, self.memory.writes.get(node, _NONE)
         read = _NONE if reads_none(node) else frozenset(r for n in node.all_input_nodes for r in roots[n])
         needs = self._needs(seen, node, read | writes)
-        if needs or node in self._waiting:
+        sums = node.target is again.message and not any(
+            r.op == "placeholder" for r in writes
+        )  # over ranks, of what is new
+        if needs or node in self._waiting or (sums and late):
             needs |= {node} & self._waiting
             ahead = not late and node not in self._waiting and (writes or effects(node))
-            if not (ahead or self.phase_of(node) == "backward") and self._all_known(seen, node, late):
+            if not ((ahead and not sums) or self.phase_of(node) == "backward") and self._all_known(seen, node, late):
                 seen.waits[node] = needs
                 seen.changed.update({r: needs | seen.changed.get(r, _NONE) for r in writes})
                 return

@@ -157,7 +157,7 @@ class Kinds(RowNumbers):
             return [self._mixed(call, "is not linear in rows that are scaled by their number", learns)] * count
         degree += self._degree(call, next(x for x, k in zip(given, kinds, strict=True) if k is first))
         there = Kind(ROWS, before=within, size=first.size, degree=degree, learns=learns, order=first.order)
-        bare = {i for i, k in enumerate(kinds) if k is not None and k.zero}
+        bare = frozenset(i for i, k in enumerate(kinds) if k is not None and k.zero)
         return [self._reduced(call, bound, r, factor, mean, there, bare) for r in range(count)]
 
     def _is_scale(self, name: str, i: int, x: Tensor, kind: Kind) -> bool:
@@ -181,7 +181,7 @@ class Kinds(RowNumbers):
         return None if len(found) > 1 or lone else found.pop()
 
     def _reduced(
-        self, call: Call, bound: Bound, r: int, factor: int, mean: bool, there: Kind, bare: Collection[int]
+        self, call: Call, bound: Bound, r: int, factor: int, mean: bool, there: Kind, bare: frozenset[int]
     ) -> Kind:
         """A result that has the rows' factor, or that is joined over it. ``there``: rows within the factor; ``bare``: zeros."""
         for dim, factors in enumerate(bound.results[r]):

@@ -203,6 +203,8 @@ class _Rewrite:
         """How microbatches give together what is scaled by a count of the batch: as they give what it scales."""
         of: Any = node.args[1 - place] if len(node.args) > 1 and place < 2 else None
         degree = of.meta.get(JOINED) if isinstance(of, fx.Node) else None
+        if degree is None and node.target is not aten.where.self:
+            return made  # as it was seen itself: a loss that a rank divides on its own
         made.meta.pop(JOINED, None)
         if degree is not None and (count := self.at.get(node)) is not None and node.target is not aten.where.self:
             degree += -count.degree if node.target in DIVISIONS else count.degree
