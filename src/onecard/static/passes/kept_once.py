@@ -121,7 +121,7 @@ class KeptOnce:
         sums = node.target is again.message and not any(
             r.op == "placeholder" for r in writes
         )  # over ranks, of what is new
-        if needs or node in self._waiting or (sums and late):
+        if needs or node in self._waiting:
             needs |= {node} & self._waiting
             ahead = not late and node not in self._waiting and (writes or effects(node))
             if not ((ahead and not sums) or self.phase_of(node) == "backward") and self._all_known(seen, node, late):
