@@ -122,7 +122,8 @@ class WholeBatch:
     ) -> tuple[Verdict | None, list[CallEntry]]:
         """How the step depends on its rows, by this second look: which of its numbers follow the rows; and what it calls.
 
-        One that is another for the same ``part`` of them, by a third look, follows something else: the check of recordings tells.
+        One that is another for the same ``part`` of them, by a third look, follows something else: the check of recordings tells,
+        and a last look compares the others.
         ``first``: the look at that part; None: nobody asks how the step depends on rows. ``graph``: of that part: what is known
         of its values is noted there.
         """
@@ -136,8 +137,10 @@ class WholeBatch:
                 first.verdict.values = {i: v for i, v in first.verdict.values.items() if i in fixed}
                 again = Additive(part, first.verdict, 1)
                 self._look(part, again)
-                if again.moved:
-                    return first.verdict, calls
+                if again.moved:  # by something else than rows: which of it follows rows as well, nobody can tell
+                    again.forget_strays()
+                    looker = Additive(self.leaves, first.verdict, self.parts.k_steps)
+                    _, calls = self._look(self.leaves, looker)
         except Exception as fault:  # the step reads values (``ask``), which are not there without data
             if first is not None and not isinstance(fault, RecordingError):
                 raise

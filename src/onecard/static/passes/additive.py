@@ -96,7 +96,14 @@ class Additive(DispatchMode):
     def moved(self) -> bool:
         """Whether a number in the step, or in what it returns, is another one than before."""
         before = {} if self.kinds.before is None else self.kinds.before.values
-        return self.kinds.moved or any(i in before and before[i] != v for i, v in self.verdict.values.items())
+        return bool(self.kinds.strays) or any(i in before and before[i] != v for i, v in self.verdict.values.items())
+
+    def forget_strays(self) -> None:
+        """What was another one in this look than before, in a look at as many rows, is compared with no further look."""
+        if (before := self.kinds.before) is not None:
+            for key, i in self.kinds.strays:
+                before.noted[key][i] = None
+            before.values = {i: v for i, v in before.values.items() if self.verdict.values.get(i) == v}
 
     def given(self, x: Tensor) -> None:
         """A tensor is a part of the batch, too: it has a row for each of the batch's."""

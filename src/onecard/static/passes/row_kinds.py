@@ -276,7 +276,12 @@ class Kinds(RowNumbers):
         kept = linear and len({k.length for _, k in counts}) == 1 and (whole or not first.length)
         if (more or any(k.length for _, k in counts)) and not kept and (rounds or name not in SCALES):
             return self._mixed(call, "is not linear in what is scaled by the length of a microbatch", learns=False)
-        adds = first.how == ADDS and linear and len({k.degree for _, k in counts}) == 1 and (whole or not first.degree)
+        adds = (
+            all(k.how == ADDS for _, k in counts)
+            and linear
+            and len({k.degree for _, k in counts}) == 1
+            and (whole or not first.degree)
+        )
         where = f"{name} at {record.user_line()}"
         return replace(first if adds else Kind(COUNT, where=where), degree=degree, length=length, counts=False)
 

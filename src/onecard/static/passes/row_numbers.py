@@ -57,7 +57,7 @@ class RowNumbers:
         self.first: float | None = None  # in the first look
         self.follows = False  # a number is another one for the whole batch, and no multiple by its length
         self.grows = False  # one that is added to counts is as many times as large as the batch
-        self.moved = False  # whether any number or tensor is another one than before
+        self.strays = list[tuple[tuple[str, str], int]]()  # the numbers and tensors that are others than before
 
     def look(self, call: Call, given: list[Tensor], kinds: list[Kind | None], ours: Ours) -> None:
         """A call begins: which numbers it is given, of its own or in tensors in which there is nothing of the batch."""
@@ -78,12 +78,14 @@ class RowNumbers:
     def _note(self, call: Call, what: str, value: Any) -> Any:
         """The same as ``_first``, of a value that a microbatch takes from the whole batch where it is another one there."""
         found = self._first(call, what, value)
-        self.moved |= found is not None and value is not None and not _same(found, value)
+        if found is not None and value is not None and not _same(found, value):
+            key = _key(call, what)
+            self.strays.append((key, len(self.verdict.noted[key]) - 1))
         return found
 
     def _first(self, call: Call, what: str, value: Any) -> Any:
         """What the first look had in place of a value: in the same call of the same line; None if it had none."""
-        key = f"{call.schema.functional} {what}", record.user_line()
+        key = _key(call, what)
         seen = self.verdict.noted.setdefault(key, [])
         seen.append(value)
         then = self.before.noted.get(key, ()) if self.before is not None else ()
@@ -153,6 +155,10 @@ class RowNumbers:
             return may_count(number, self.rows)
         sizes = (1, *x.shape, x.numel() / self.rows)
         return any(abs(number - self.rows * n) < 1e-9 * number for n in sizes)
+
+
+def _key(call: Call, what: str) -> tuple[str, str]:
+    return f"{call.schema.functional} {what}", record.user_line()
 
 
 def _number(
