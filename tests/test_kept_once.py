@@ -89,9 +89,15 @@ def indexed(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
     s.add_(torch.zeros_like(s.view(1)).index_add(0, y * 0, o[:, 0])[0])
 
 
+def of_labels(s: Tensor, loss: Tensor, o: Tensor, y: Tensor) -> None:
+    share = (y == 1).float().mean()
+    s.add_(share - share**2).sub_((y.float().square().mean() - y.float().mean() ** 2).sqrt())
+
+
 COUNTS: tuple[Keeps, ...] = counted, scattered, indexed
 ALL: tuple[Keeps, ...] = (
     *COUNTS,
+    of_labels,
     total,
     average,
     perplexity,
@@ -253,6 +259,8 @@ def test_random_numbers_of_a_step() -> None:
     """``python -m fuzz.kept`` has more of them."""
     found = [kept.judged(seed) for seed in range(400, 416)]
     assert "wrong" not in found and found.count("equal") >= 5, found
+    found = [kept.judged(seed, marks=True) for seed in range(400, 412)]
+    assert "wrong" not in found and found.count("equal") >= 3, found
     with pytest.MonkeyPatch.context() as patch:  # a mean for a sum
         patch.setattr("onecard.static.passes.merge._Merge._of_batch", _first_ones)
         found = [kept.judged(seed) for seed in range(400, 416)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -173,10 +174,16 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randn(ROWS, 6, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
 
 
-def trained(loss: Loss, wrap: Callable[[Any], Any]) -> tuple[list[float], list[Tensor]]:
+def trained(
+    loss: Loss, wrap: Callable[[Any], Any], mesh: oc.ProcessMesh | None = None, outputs: int = CLASSES
+) -> tuple[list[float], list[Tensor]]:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs))
+    if mesh is not None:
+        oc.shard_layer(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    if mesh is not None:
+        optimizer = oc.shard_optimizer(optimizer)
 
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         o = model(x)
@@ -187,8 +194,9 @@ def trained(loss: Loss, wrap: Callable[[Any], Any]) -> tuple[list[float], list[T
         return value.detach(), (o.argmax(1) == y).float().mean()
 
     run = wrap(step)
-    seen = [run(x, y) for x, y in batches()]
-    return [float(v) for pair in seen for v in pair], [p.detach().clone() for p in model.parameters()]
+    laid = (lambda x: x) if mesh is None else (lambda x: oc.shard_tensor(x, mesh, [oc.Shard(0)]))
+    seen = [run(laid(x), laid(y)) for x, y in batches()]
+    return [float(v) for pair in seen for v in pair], [oc.unshard(p).detach().clone() for p in model.parameters()]
 
 
 ONE_ROW = ("mean", "sum by a number", "mean by hand", "mean of each", "sum from a mean", "batchmean")
@@ -204,6 +212,73 @@ def test_sums_and_means_are_one_cards(name: str, k: int) -> None:
     assert found[0] == pytest.approx(losses, rel=1e-5, abs=1e-7)
     for a, b in zip(found[1], weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+MARKED: dict[str, tuple[Loss, int]] = {
+    **{
+        name: (RIGHT[name], CLASSES)
+        for name in ("mean by hand", "mean of each", "by ones", "sum from a mean", "in parts")
+    },
+    "one output": (lambda o, y: (o[:, 0] - y).pow(2).mean(), 1),
+    "one output, summed": (lambda o, y: (o - y[:, None]).square().sum() / len(o), 1),
+    "its mean over rows": (lambda o, y: ((o - 0.5) ** 2).mean(0).sum(), 1),
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_sums_and_means_with_marks(name: str) -> None:
+    """A bias of one element has a gradient of one number, which is another in each call and follows no rows."""
+    loss, outputs = MARKED[name]
+    losses, weights = trained(loss, lambda step: step, None, outputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mesh = oc.ProcessMesh([0], ["dp"])
+        found = trained(loss, lambda step: oc.to_static(step, k_steps=4), mesh, outputs)
+    assert found[0] == pytest.approx(losses, rel=1e-5, abs=1e-7)
+    for a, b in zip(found[1], weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@dataclass
+class Report:
+    loss: Tensor
+    parts: Any
+
+
+class Wrapped:
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+
+@pytest.mark.parametrize("form", [Report, Wrapped, lambda *parts: Report(parts[0], Wrapped(*parts))])
+def test_what_is_given_back_in_objects_is_one_cards(form: Callable[..., Any]) -> None:
+    """As in a tuple: sums beside a mean loss, and numbers of Python that are the batch's."""
+    weight = torch.ones(6, requires_grad=True)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        each = (x @ weight).square()
+        each.mean().backward()
+        weight.grad = None
+        return form(
+            each.detach().mean(),
+            {"sum": each.detach().sum(), "rows": len(x), "each": each.detach(), "half": len(x) / 2},
+        )
+
+    run = oc.to_static(step, k_steps=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in batches():
+            found, wanted = (leaves_inside(f(x, y)) for f in (run, step))
+            assert [torch.as_tensor(v).tolist() for v in found] == [
+                pytest.approx(torch.as_tensor(v).tolist(), rel=1e-5) for v in wanted
+            ]
+
+
+def leaves_inside(x: Any) -> list[Any]:
+    if isinstance(x, Report | Wrapped):
+        return leaves_inside([*vars(x).values()])
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else None
+    return [x] if parts is None else [v for part in parts for v in leaves_inside(part)]
 
 
 @pytest.mark.parametrize("name", NEITHER)

@@ -18,6 +18,7 @@ from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
 from onecard.static.capture.questions import Answers, AskedOfWhole, WholeQuestions
 from onecard.static.guards.held import HeldValues
+from onecard.static.guards.results import apart_as, in_parts
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import MIXED, Doubt, Kind, Verdict
 from onecard.static.passes.kept_once import JOINED, note_joined
@@ -73,7 +74,7 @@ class WholeBatch:
 
     def rows(self) -> BatchRows:
         """How long the results of the whole batch are."""
-        return rows_of(tree_unflatten(self.leaves, self.tree), self._look(self.leaves)[0])
+        return rows_of(tree_unflatten(self.leaves, self.tree), in_parts(self._look(self.leaves)[0]))
 
     def questions(self) -> WholeQuestions:
         """What the step asks of values of the batch, by a look at all of it.
@@ -92,16 +93,18 @@ class WholeBatch:
             )
         return WholeQuestions(answers.questions, capture)
 
-    def _look(self, leaves: Sequence[Any], looker: Additive | None = None) -> tuple[Any, list[CallEntry]]:
-        """What the step returns, of the whole batch or a part of it, and what it calls."""
-        return self._run(self._capture(leaves, None if self.asked is None else self.asked.again()), looker)
+    def _look(
+        self, leaves: Sequence[Any], looker: Additive | None = None, tree: Any = None
+    ) -> tuple[Any, list[CallEntry]]:
+        """What the step returns, of the whole batch or a part of it, and what it calls. ``tree``: see ``compared``."""
+        return self._run(self._capture(leaves, None if self.asked is None else self.asked.again()), looker, tree)
 
     def _capture(self, leaves: Sequence[Any], answers: Answers | None) -> Capture:
         capture = Capture(leaves, self.names, self.roots, self.options.ask)
         capture.recorder.answers = answers
         return capture
 
-    def _run(self, capture: Capture, looker: Additive | None = None) -> tuple[Any, list[CallEntry]]:
+    def _run(self, capture: Capture, looker: Additive | None = None, tree: Any = None) -> tuple[Any, list[CallEntry]]:
         capture.leaves_nothing = capture.recorder.looks = True
         undo = capture.undone(sketched=True)
         if looker is not None:
@@ -111,36 +114,36 @@ class WholeBatch:
             with autocast(self.options.dtype, capture.leaves), self.parts.around(), by_stage(), looker or nullcontext():
                 result = capture.run(self.fn, self.tree)
             if looker is not None:
-                looker.returned(result)
+                looker.returned(apart_as(result, tree))
             return result, calls_of(capture)
         finally:
             capture.settle()
             undo.back()
 
     def compared(
-        self, first: Additive | None, part: Sequence[Any], graph: fx.Graph
+        self, first: Additive | None, part: Sequence[Any], graph: fx.Graph, tree: Any
     ) -> tuple[Verdict | None, list[CallEntry]]:
         """How the step depends on its rows, by this second look: which of its numbers follow the rows; and what it calls.
 
         One that is another for the same ``part`` of them, by a third look, follows something else: the check of recordings tells,
         and a last look compares the others.
         ``first``: the look at that part; None: nobody asks how the step depends on rows. ``graph``: of that part: what is known
-        of its values is noted there.
+        of its values is noted there. ``tree``: the form of its results, objects in parts.
         """
         looker = None if first is None else Additive(self.leaves, first.verdict, self.parts.k_steps)
         try:
-            _, calls = self._look(self.leaves, looker)
+            _, calls = self._look(self.leaves, looker, tree)
             if looker is None or first is None:
                 return None, calls
             if looker.moved:
                 fixed = looker.verdict.values  # of one row nobody can tell what has nothing of the batch
                 first.verdict.values = {i: v for i, v in first.verdict.values.items() if i in fixed}
                 again = Additive(part, first.verdict, 1)
-                self._look(part, again)
+                self._look(part, again, tree)
                 if again.moved:  # by something else than rows: which of it follows rows as well, nobody can tell
                     again.forget_strays()
                     looker = Additive(self.leaves, first.verdict, self.parts.k_steps)
-                    _, calls = self._look(self.leaves, looker)
+                    _, calls = self._look(self.leaves, looker, tree)
         except Exception as fault:  # the step reads values (``ask``), which are not there without data
             if first is not None and not isinstance(fault, RecordingError):
                 raise

@@ -170,11 +170,7 @@ def _number(
     """
     at = None
     if isinstance(number, Tensor):
-        fixed = [
-            i
-            for i, k in enumerate(kinds)
-            if not told(k) and (k is None or k.how == ALIKE) and (ours[i] or isinstance(given[i], DistTensor))
-        ]
+        fixed = [i for i, k in enumerate(kinds) if not told(k) and (k is None or k.how == ALIKE) and ours[i]]
         alike = [i for i in fixed if (k := kinds[i]) is not None and k.dims is None]
         at = next((i for i in (*alike, *fixed) if i in alike or given[i].numel() == 1), -1 if any_tensor else None)
         number = value_of(given[at], alike=at in alike) if at is not None else None

@@ -70,7 +70,7 @@ class Shadows:
         if schema.written:
             self._write(func, schema, args, kwargs, given)
             return
-        if not made or any(not (is_real(x) or fakes.is_fake(x)) or x.numel() > _MOST for x in made):
+        if not made or any(not _may_stand_in(x) or x.numel() > _MOST for x in made):
             return
         if schema.functional in _GARBAGE:
             self._empty[made[0]] = True
@@ -126,6 +126,11 @@ class Shadows:
         if kind != "full":
             return _FILLED.get(kind)
         return kwargs.get("fill_value", args[-1])
+
+
+def _may_stand_in(x: Tensor) -> bool:
+    """Whether a plain tensor with the same elements says all of a result: of a distributed one, all ranks' parts."""
+    return isinstance(x, DistTensor) or is_real(x) or fakes.is_fake(x)
 
 
 def _is_all_of(x: Tensor, given: Tensor, views: bool) -> bool:
