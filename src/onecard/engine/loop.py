@@ -153,7 +153,7 @@ def evaluate(
     valid_sample_split: int = 0,
     verbose: int = 1,
 ) -> dict[str, float]:
-    """The loss, a mean over samples, and the metrics of a pass; also where its last batch is shorter.
+    """The loss and the metrics of a pass. The loss is the mean of the batches', each weighed by its samples.
 
     Args:
         valid_data, batch_size, collate_fn, num_workers, callbacks, verbose: as of ``fit``.
