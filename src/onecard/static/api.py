@@ -25,7 +25,6 @@ from onecard.static.capture.autocast import autocast
 from onecard.static.capture.undo import Undo
 from onecard.static.guards.before import Before
 from onecard.static.guards.held import HeldValues
-from onecard.static.guards.results import in_parts
 from onecard.static.passes import PASSES, StaticOptions, chosen
 from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
 from onecard.static.recording import Recording
@@ -194,7 +193,7 @@ class Static:
             elif check.on or faked.here or unrecorded.here or not self._warm or self._unlike >= ENOUGH:
                 self._warm = True
                 result = self._as_it_is(args, kwargs)
-                self._whole = rows_of((args, kwargs), in_parts(result)) if self._parts else None
+                self._whole = rows_of((args, kwargs), result) if self._parts else None
                 return result
             with as_parts(lambda: not self._bound or self._bound[0].updates) if reached.here else nullcontext():
                 return self._by_recording(args, kwargs)

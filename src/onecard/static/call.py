@@ -26,7 +26,6 @@ from onecard.static.capture.script import StepScript
 from onecard.static.capture.unmade import left_unmade, make_all
 from onecard.static.guards.before import changed_itself, still_before
 from onecard.static.guards.numbers import plain
-from onecard.static.guards.results import apart_as
 from onecard.static.passes import RewrittenGraph, StaticOptions, fitting, rewritten, row_draws, withheld
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import Doubt, Verdict
@@ -239,9 +238,7 @@ def _run(
     _check_repeated(capture, name, parts)
     seen, late = None, list[Doubt]()
     if batch is not None:
-        if looker is not None:
-            looker.returned(apart_as(result, recording.tree))
-        seen, whole = batch.compared(looker, first, recording.graph, recording.tree)
+        seen, whole = batch.compared(looker, result, first, recording.graph, recording.tree)
         late = batch.late(recording, calls, whole, first)
         if looker is not None and parts is not None and parts.avg is None:
             of_part, of_batch = ([entry.node for entry in each] for each in (calls, whole))

@@ -18,7 +18,7 @@ from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
 from onecard.static.capture.questions import Answers, AskedOfWhole, WholeQuestions
 from onecard.static.guards.held import HeldValues
-from onecard.static.guards.results import apart_as, in_parts
+from onecard.static.guards.results import apart_as
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import MIXED, Doubt, Kind, Verdict
 from onecard.static.passes.kept_once import JOINED, note_joined
@@ -74,7 +74,7 @@ class WholeBatch:
 
     def rows(self) -> BatchRows:
         """How long the results of the whole batch are."""
-        return rows_of(tree_unflatten(self.leaves, self.tree), in_parts(self._look(self.leaves)[0]))
+        return rows_of(tree_unflatten(self.leaves, self.tree), self._look(self.leaves)[0])
 
     def questions(self) -> WholeQuestions:
         """What the step asks of values of the batch, by a look at all of it.
@@ -121,16 +121,19 @@ class WholeBatch:
             undo.back()
 
     def compared(
-        self, first: Additive | None, part: Sequence[Any], graph: fx.Graph, tree: Any
+        self, first: Additive | None, result: Any, part: Sequence[Any], graph: fx.Graph, tree: Any
     ) -> tuple[Verdict | None, list[CallEntry]]:
         """How the step depends on its rows, by this second look: which of its numbers follow the rows; and what it calls.
 
         One that is another for the same ``part`` of them, by a third look, follows something else: the check of recordings tells,
         and a last look compares the others.
-        ``first``: the look at that part; None: nobody asks how the step depends on rows. ``graph``: of that part: what is known
-        of its values is noted there. ``tree``: the form of its results, objects in parts.
+
+        ``first``: the look at that part, which gave the ``result``; None: nobody asks how the step depends on rows. ``graph``: of
+        that part: what is known of its values is noted there. ``tree``: the form of its results, objects in parts.
         """
-        looker = None if first is None else Additive(self.leaves, first.verdict, self.parts.k_steps)
+        looker = None
+        if first is not None:
+            looker = Additive(self.leaves, first.returned(apart_as(result, tree)), self.parts.k_steps)
         try:
             _, calls = self._look(self.leaves, looker, tree)
             if looker is None or first is None:

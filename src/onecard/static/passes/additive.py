@@ -33,7 +33,8 @@ from onecard.static.passes.dependence import (
 )
 from onecard.static.passes.row_alike import EXPANDS
 from onecard.static.passes.row_gradients import Passes
-from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
+from onecard.static.passes.row_kinds import Kinds, tensors_of
+from onecard.static.passes.row_linear import lifts, makes_alike
 from onecard.static.passes.row_numbers import SCALES, TERMS, is_real, value_of
 from onecard.static.passes.shadows import Shadows, memory_of
 from onecard.static.step.nodes import draws_by

@@ -20,7 +20,7 @@ from onecard.rules.call import Call, schema_of
 from onecard.rules.registry import bound_of
 from onecard.static.passes.dependence import ROWS, AddedNumber, Kind, degree_of, may_count
 from onecard.static.passes.once import Once, cut
-from onecard.static.passes.row_kinds import makes_alike
+from onecard.static.passes.row_linear import makes_alike
 from onecard.static.passes.row_places import factor_of, of_two_rows, outer_of
 from onecard.static.price.price import call_of
 from onecard.static.step.memory import effects

@@ -16,7 +16,7 @@ from onecard.rules.call import schema_of
 from onecard.static.passes.count_chain import NLL
 from onecard.static.passes.once import Once, cut
 from onecard.static.passes.row_draws import has_rows
-from onecard.static.passes.row_kinds import makes_alike
+from onecard.static.passes.row_linear import makes_alike
 from onecard.static.step.memory import effects
 from onecard.static.step.nodes import traits
 from onecard.static.step.order import draws

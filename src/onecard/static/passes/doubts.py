@@ -18,7 +18,7 @@ from onecard.static.passes.counted import Count, CountFinder, not_ignored
 from onecard.static.passes.dependence import Doubt, Verdict
 from onecard.static.passes.kept_once import JOINED
 from onecard.static.passes.once import Once, phase_of, words
-from onecard.static.passes.row_kinds import is_linear, makes_alike
+from onecard.static.passes.row_linear import is_linear, makes_alike
 from onecard.static.passes.whole_counts import DIVISIONS, MEAN, is_number, is_whole, scales
 from onecard.static.price.price import call_of
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from onecard._torch.names import tree_leaves
 from onecard.errors import RecordingError
 from onecard.place.layout import is_merged
+from onecard.static.guards.results import in_parts
 from onecard.static.passes import verdicts
 from onecard.static.passes.dependence import Doubt, Kind, Verdict
 from onecard.static.passes.doubts import doubts
@@ -255,7 +256,7 @@ def rows_of(given: Any, results: Any) -> BatchRows:
     """The rows of a call, from its arguments and what it returned."""
     lengths = [x.shape[0] for x in tree_leaves(given) if _is_cut(x)]
     batch = max(lengths, key=lengths.count) if lengths else None
-    return BatchRows(batch, tuple(x.shape[0] if _is_cut(x) else None for x in tree_leaves(results)))
+    return BatchRows(batch, tuple(x.shape[0] if _is_cut(x) else None for x in tree_leaves(in_parts(results))))
 
 
 def _check_results(

@@ -7,17 +7,16 @@ is neither.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from onecard.comm.base import record
-from onecard.rules.call import Call, Schema
+from onecard.rules.call import Call
 from onecard.rules.registry import bound_of, find
 from onecard.rules.rule import Bound
-from onecard.rules.traits import traits_of
 from onecard.static.passes import row_alike, row_places
 from onecard.static.passes.dependence import (
     ADDS,
@@ -33,7 +32,8 @@ from onecard.static.passes.dependence import (
     degree_of,
     told,
 )
-from onecard.static.passes.row_numbers import SCALES, RowNumbers, rounds, value_of
+from onecard.static.passes.row_linear import SUMS, fills, is_linear, lifts, makes_alike
+from onecard.static.passes.row_numbers import SCALES, RowNumbers, value_of
 from onecard.static.passes.row_orders import Orders, is_ordered, orders_of
 
 _MEAN = 1  # torch's number for reduction="mean"
@@ -63,7 +63,7 @@ class Kinds(RowNumbers):
             # Of the program, with what was added to it before; the space tells line 3 from line 31.
             if first is None or any(f" at {line} " in first.where for line in summed):
                 summed.append(record.user_line())
-        if not known or _fills(call.schema):
+        if not known or fills(call.schema):
             return [self._made_alike(call, given, kinds, ours[r], r) for r in range(count)]
         learns = any(k.learns for k in known) or any(_trains(x) for x in given)
         for how in (MIXED, UNKNOWN):
@@ -298,11 +298,11 @@ class Kinds(RowNumbers):
 
     def _adds_nothing(self, call: Call) -> bool:
         """Whether no number is added to what a call is given."""
-        return not (call.schema.functional in _SUMS and len(call.operands) == 1 and call.values["other"])
+        return not (call.schema.functional in SUMS and len(call.operands) == 1 and call.values["other"])
 
     def _all_terms(self, call: Call, kinds: list[Kind | None]) -> bool:
         """Whether each term is of what all rows have given, or of zeros."""
-        if call.schema.functional in _SUMS and len(call.operands) == 1:
+        if call.schema.functional in SUMS and len(call.operands) == 1:
             return self.grows or self._adds_nothing(call)
         bound = bound_of(call)
         given = {i for i, k in enumerate(kinds) if k is not None and (k.how in (ADDS, COUNT) or k.zero)}
@@ -319,7 +319,6 @@ def _is_sum(kind: Kind | None) -> bool:
     return kind is not None and kind.how in (ADDS, COUNT) and kind.degree == 1
 
 
-_FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided")
 _RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 _OF_ELEMENTS = (
     "native_dropout", "native_dropout_backward", "_fused_dropout", "_masked_scale", "rand_like", "randn_like", "randint_like",
@@ -328,39 +327,6 @@ _OF_ELEMENTS = (
 _OF_LAST = ("multinomial", "_sample_dirichlet", "_dirichlet_grad")
 """What draws has no row of the rules: a number for each element, and for what the last dim says."""
 _SIGNS, _SIZES = ("sign", "sgn"), ("abs", "relu")  # of a positive multiple: the same; the same multiple
-_SUMS = ("add", "sub", "rsub")
-_LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
-
-
-def is_linear(call: Call, operands: Collection[int]) -> bool:
-    """Whether an operator is known to be linear in some of its operands together (numbers that are added left aside)."""
-    if rounds(call, operands):
-        return False
-    if call.schema.views or traits_of(call.func).copies or call.schema.functional in _LINEAR:
-        return True
-    scaled = call.schema.functional in ("mul", "div") and call.values.get("rounding_mode") is None  # integers, too
-    if (scaled or call.schema.functional in _SUMS) and len(call.operands) == 1:
-        return True
-    bound = bound_of(call)
-    if bound is None or not (bound.terms or bound.moves):
-        return False
-    in_terms = {i for term in bound.terms for i in term}
-    each = all(len({*operands} & {*term}) < 2 for term in bound.terms)
-    return bound.moves or (in_terms.issuperset(operands) and each)
-
-
-def makes_alike(schema: Schema) -> bool:
-    """Whether an operator's result is the same for all rows, whatever it is given."""
-    return schema.effects or _fills(schema)
-
-
-def lifts(schema: Schema, made: Any) -> bool:
-    """Whether a call brings a number into the step: ``torch.tensor(3.0)`` is made out of sight, and lifted."""
-    return schema.functional in ("lift_fresh", "lift_fresh_copy") and made.numel() == 1
-
-
-def _fills(schema: Schema) -> bool:
-    return schema.functional.removeprefix("new_").removesuffix("_like") in _FILLED
 
 
 def tensors_of(call: Call, args: Any, kwargs: Any) -> list[Tensor]:
