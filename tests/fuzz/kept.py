@@ -1,7 +1,7 @@
 """Random numbers that a step keeps of its batch, cut in microbatches: counts, averages, what is made of them. One card's numbers?
 
 ``python -m fuzz.kept --seed 17 --count 1 --show``: one again, with its text. ``--dp 2``: on ranks, with a plan;
-``--marks``: with marks.
+``--marks``: with marks (on ranks, too).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def run(text: str, k: int, seed: int, dp: int = 1, marks: bool = False) -> list[
     """What a program gives and leaves, call by call. ``dp``: over how many ranks the batch of a plan is cut."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, OUTPUTS[seed % len(OUTPUTS)][0]))
-    mesh = oc.ProcessMesh([0], ["dp"])
+    mesh = oc.ProcessMesh(range(dp), ["dp"])
     if marks:
         oc.shard_layer(model, mesh)
     space: dict[str, Any] = dict(
@@ -128,7 +128,7 @@ def run(text: str, k: int, seed: int, dp: int = 1, marks: bool = False) -> list[
     if marks:
         space.update({name: oc.shard_tensor(space[name], mesh, [oc.Replicate()]) for name in STATES})
     exec(compile(text, f"/kept/{seed}.py", "exec"), space)  # a name of its own, so that its lines are told apart
-    options: dict[str, Any] = {"plan": oc.Plan(dp=dp, microbatches=k)} if dp > 1 else {"k_steps": k}
+    options: dict[str, Any] = {"plan": oc.Plan(dp=dp, microbatches=k)} if dp > 1 and not marks else {"k_steps": k}
     step = oc.to_static(space["step"], **options) if k else space["step"]
     data, found = torch.Generator().manual_seed(seed), list[Tensor]()
     for _ in range(CALLS):
@@ -184,9 +184,9 @@ def all_judged(seeds: list[int], dp: int = 1, marks: bool = False) -> list[str]:
     return found
 
 
-def of_ranks(seeds: list[int], dp: int) -> list[str]:
+def of_ranks(seeds: list[int], dp: int, marks: bool = False) -> list[str]:
     """The same on ranks, each of which has to say the same."""
-    found = run_ranks(all_judged, dp, seeds, dp, timeout=60 + 5 * len(seeds))
+    found = run_ranks(all_judged, dp, seeds, dp, marks, timeout=60 + 5 * len(seeds))
     return [one if len({*said}) == 1 else "wrong" for one, *said in zip(found[0], *found, strict=True)]
 
 
@@ -195,7 +195,7 @@ def main(seed: int = 0, count: int = 100, show: bool = False, dp: int = 1, marks
     torch.set_num_threads(1)
     found, words = Counter[str](), Counter[str]()
     seeds = [*range(seed, seed + count)]
-    for one, what in zip(seeds, of_ranks(seeds, dp) if dp > 1 else all_judged(seeds, marks=marks), strict=True):
+    for one, what in zip(seeds, of_ranks(seeds, dp, marks) if dp > 1 else all_judged(seeds, marks=marks), strict=True):
         found[what.split(":")[0]] += 1
         words[what] += ":" in what
         if show or what == "wrong":
