@@ -126,6 +126,9 @@ RIGHT: dict[str, Loss] = {
     "without NaN": lambda o, y: torch.nan_to_num(F.cross_entropy(o, y)),
     "weighted twice": lambda o, y: torch.stack([F.cross_entropy(o, y), 0.5 * o.square().mean()]).sum(),
     "by ones": lambda o, y: total(o, y) / (torch.ones_like(y).sum() * torch.eye(2).sum()),
+    "by a tensor": lambda o, y: total(o, y) / torch.tensor(float(len(y))),
+    "by a new tensor": lambda o, y: (o - 0.5).pow(2).sum() / o.new_tensor(len(o)),
+    "by counted ones": lambda o, y: (o - 0.5).pow(2).sum() / torch.ones_like(y).sum(),
     "with noise": lambda o, y: F.cross_entropy(o + torch.rand(CLASSES) * 0, y) * (torch.rand(()) * 0 + 1),
     "over the classes": lambda o, y: (o.logsumexp(1) + o.amax(1) + o.std(1)).mean(),
 }
@@ -199,7 +202,10 @@ def trained(
     return [float(v) for pair in seen for v in pair], [oc.unshard(p).detach().clone() for p in model.parameters()]
 
 
-ONE_ROW = ("mean", "sum by a number", "mean by hand", "mean of each", "sum from a mean", "batchmean")
+ONE_ROW = (
+    "mean", "sum by a number", "mean by hand", "mean of each", "sum from a mean", "batchmean", "by a tensor", "by a new tensor",
+    "by counted ones", "by ones",
+)  # fmt: skip
 CASES = [*((name, 2) for name in RIGHT), *((name, ROWS) for name in ONE_ROW)]
 
 
@@ -281,13 +287,16 @@ def leaves_inside(x: Any) -> list[Any]:
     return [x] if parts is None else [v for part in parts for v in leaves_inside(part)]
 
 
-@pytest.mark.parametrize("name", NEITHER)
-def test_what_is_neither_is_refused(name: str) -> None:
+LENGTHS = ("a power", "a weight in each class", "the root of their number", "one more than there are")
+
+
+@pytest.mark.parametrize(("name", "k"), [*((name, 2) for name in NEITHER), *((name, ROWS) for name in LENGTHS)])
+def test_what_is_neither_is_refused(name: str, k: int) -> None:
     loss, operator = NEITHER[name]
     with pytest.raises(
         RecordingError, match=f"the loss of a microbatch is no part of the batch's loss: {operator} at .*avg=True"
     ):
-        trained(loss, lambda step: oc.to_static(step, k_steps=2))
+        trained(loss, lambda step: oc.to_static(step, k_steps=k))
 
 
 def test_where_it_is_meant_nothing_is_told() -> None:

@@ -24,6 +24,7 @@ from onecard.static.passes.dependence import (
     MIXED,
     PLACES,
     ROWS,
+    SINGLE,
     UNKNOWN,
     Drawn,
     Kind,
@@ -31,6 +32,7 @@ from onecard.static.passes.dependence import (
     placed,
     told,
 )
+from onecard.static.passes.elements import are_apart, moves_nothing, same_elements
 from onecard.static.passes.row_alike import EXPANDS
 from onecard.static.passes.row_gradients import Passes
 from onecard.static.passes.row_kinds import Kinds, tensors_of
@@ -111,13 +113,13 @@ class Additive(DispatchMode):
         self._keep(x, Kind(ROWS, size=self.rows))
 
     def of(self, x: Tensor) -> Kind | None:
-        """How a tensor depends on the rows; None: the batch is not in it."""
-        return self._kind_of(x)
+        """How a tensor depends on the rows; None: the batch is not in it, or it is a single row."""
+        return _unless_single(self._kind_of(x))
 
     def returned(self, results: Any) -> Verdict:
         """The verdict, once the step has ended."""
         leaves = tree_leaves(results)
-        self.verdict.results = [self.known.get(x) for x in leaves if isinstance(x, Tensor)]
+        self.verdict.results = [_unless_single(self.known.get(x)) for x in leaves if isinstance(x, Tensor)]
         self.verdict.values = {i: v for i, x in enumerate(leaves) if (v := self._fixed(x)) is not None}
         before = {} if self.kinds.before is None else self.kinds.before.values
         tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -159,7 +161,7 @@ class Additive(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fakes.asks_device(func, args):
             return args[0].fake_device
-        if func is torch.ops.aten.as_strided_.default and _moves_nothing(args[0], *args[1:]):
+        if func is torch.ops.aten.as_strided_.default and moves_nothing(args[0], *args[1:]):
             return func(*args, **(kwargs or {}))  # as a pool in channels_last says where its one element lies
         result = func(*args, **(kwargs or {}))
         if self.rows and (self.backward or not in_backward()):
@@ -256,8 +258,9 @@ class Additive(DispatchMode):
         kinds = [self._kind_of(x) for x in given]
         seen = [*map(self.shadows.of, given)]
         self.kinds.look(call, seen, kinds, [*map(self.shadows.made, given)])
-        if self.rows == 1:
-            return [None] * len(made)  # a dim of one row is no factor: the whole batch tells
+        if self.rows == 1:  # a dim of one row is no factor: the whole batch tells
+            lone = Kind(SINGLE) if any(map(told, kinds)) and not makes_alike(call.schema) else None
+            return [lone] * len(made)
         begins = call.schema.name == "ones_like" and given and given[0].numel() == 1 and not self.passes.aside
         if begins and kinds[0] is not None:
             self.verdict.losses.append(kinds[0])  # what backward() begins with
@@ -278,7 +281,7 @@ class Additive(DispatchMode):
             return
         if written:
             was = self.known.get(x)
-            for other in {id(o): o for o in [*others, *_bases(x)] if not (o is x or _are_apart(o, x))}.values():
+            for other in {id(o): o for o in [*others, *_bases(x)] if not (o is x or are_apart(o, x))}.values():
                 before = self.known.get(other)
                 if before is not None and before.how == kind.how == ALIKE:
                     self._written_alike(other, before, x, kind)
@@ -305,7 +308,7 @@ class Additive(DispatchMode):
         """What memory is that was of a kind, once it was written to by way of a view. ``was``: the view's kind until then."""
         if (x.shape, x.stride(), x.storage_offset()) == (part.shape, part.stride(), part.storage_offset()):
             return kind
-        if before is None or _same_elements(x, part):
+        if before is None or same_elements(x, part):
             return self._seen_in(x, kind)
         if before.how == MIXED:
             return kind if kind.how == ALIKE and part.numel() > x.numel() else before
@@ -346,35 +349,9 @@ def _scaled(kind: Kind, shape: Sequence[int], to: Sequence[int]) -> Kind | None:
     return replace(kind, size=size)
 
 
-def _moves_nothing(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
-    """Whether ``as_strided`` leaves each element where it is: dims of one element have any stride."""
-    same = all(n == 1 or a == b for n, a, b in zip(size, x.stride(), stride, strict=False))
-    return [*size] == [*x.shape] and same and offset in (None, x.storage_offset())
-
-
-def _same_elements(x: Tensor, y: Tensor) -> bool:
-    """Whether two views of one memory are of the same elements, in any shape without gaps."""
-    dims = [sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1) for t in (x, y)]
-    whole = x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
-    return x.storage_offset() == y.storage_offset() and (whole or dims[0] == dims[1])
-
-
-def _are_apart(x: Tensor, y: Tensor) -> bool:
-    """Whether two views of one memory, of one shape, have no element in common: parts of one tensor, side by side."""
-    if (x.shape, x.stride()) != (y.shape, y.stride()):
-        return False
-    dims = sorted(((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1), reverse=True)
-    nested = all(s > sum((n - 1) * t for t, n in dims[i + 1 :]) for i, (s, _) in enumerate(dims))
-    return nested and not _meet(int(x.storage_offset() - y.storage_offset()), dims)
-
-
-def _meet(way: int, dims: list[tuple[int, int]]) -> bool:
-    if not dims:
-        return way == 0
-    (stride, count), *rest = dims
-    steps = {way // stride, -(-way // stride)}
-    return any(abs(n) < count and _meet(way - n * stride, rest) for n in steps)
-
-
 def _bases(x: Tensor) -> list[Tensor]:
     return [x._base] if x._base is not None else []
+
+
+def _unless_single(kind: Kind | None) -> Kind | None:
+    return None if kind is not None and kind.how == SINGLE else kind

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 ROWS, ADDS, ALIKE, COUNT, MIXED, UNKNOWN, PLACES = "rows", "adds", "alike", "count", "mixed", "unknown", "places"
-ORDER = "order"
+ORDER, SINGLE = "order", "single"
 COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 
 
@@ -32,7 +32,7 @@ class Kind:
             ADDS: the batch's is the sum of the microbatches' (``degree`` 1), or the mean (0). ALIKE: no row has a value of its
             own, along ``dims`` (None: along all), and along such a factor of ``dim`` if it has a ``size``. PLACES: the numbers
             of the rows. COUNT: of the batch alone, no parameter in it. ORDER: numbers of entries (``points``) of a dim of rows,
-            where ``dim`` is. MIXED: none of these. UNKNOWN: nobody can tell.
+            where ``dim`` is. MIXED: none of these. SINGLE: of a batch of one row. UNKNOWN: nobody can tell.
         degree: of ROWS and COUNT, too: by how many factors "number of rows" it was multiplied, since it was made.
         length: of ADDS and COUNT without parameters: how many of these factors are numbers, each a microbatch's length.
         where: what made it so, with its line.

@@ -66,11 +66,14 @@ class RowNumbers:
             self.verdict.unsure |= self._ends_with_rows(call, kinds[0])
         at = None
         if call.schema.functional in SCALES:
-            number, at = _number(call.values.get("other"), given, kinds, ours, self.rows == 1)
+            number, at = _number(call.values.get("other"), given, kinds, ours)
             self.number, self.first = number, self._note(call, "scale", number)
+            at = (
+                at if self.before is None or self.first is not None else None
+            )  # it is compared as a tensor, as it was then
             self.follows = None not in (self.first, number) and self._power() is None
         for name in TERMS.get(call.schema.functional, ()):
-            number, at = _number(call.values.get(name), given, kinds, ours, self.rows == 1)
+            number, at = _number(call.values.get(name), given, kinds, ours)
             self._term(call, number, self._note(call, name, number), kinds)
         if any(map(told, kinds)):
             self._others(call, given, kinds, ours, at)
@@ -121,8 +124,7 @@ class RowNumbers:
         for i, (x, kind) in enumerate(zip(given, kinds, strict=True)):
             if i != scale and not told(kind) and ours[i] and x.numel():
                 first, value = self._note(call, f"operand {i}", seen := _held(x, kind)), seen
-                other = first is not None and first[0] == value[0] and not _equal(first[1], value[1])
-                self.follows |= other and not _is_unread(call, i)
+                self.follows |= first is not None and _differ(first, value) and not _is_unread(call, i)
 
     def _power(self) -> int | None:
         """Which power of the rows the call's number follows; None: it follows them in another way."""
@@ -162,17 +164,14 @@ def _key(call: Call, what: str) -> tuple[str, str]:
 
 
 def _number(
-    number: Any, given: Sequence[Tensor], kinds: Sequence[Kind | None], ours: Ours, any_tensor: bool = False
+    number: Any, given: Sequence[Tensor], kinds: Sequence[Kind | None], ours: Ours
 ) -> tuple[float | None, int | None]:
-    """The size of a number among the arguments of a call, and which operand it is: Python's, or a tensor's that was made of one.
-
-    ``any_tensor``: of any tensor of one element: nothing is said of those of a single row, but by the look at the whole batch.
-    """
+    """The size of a number of a call: Python's, or of a tensor that was made of one; and which operand it is."""
     at = None
     if isinstance(number, Tensor):
         fixed = [i for i, k in enumerate(kinds) if not told(k) and (k is None or k.how == ALIKE) and ours[i]]
         alike = [i for i in fixed if (k := kinds[i]) is not None and k.dims is None]
-        at = next((i for i in (*alike, *fixed) if i in alike or given[i].numel() == 1), -1 if any_tensor else None)
+        at = next((i for i in (*alike, *fixed) if i in alike or given[i].numel() == 1), None)
         number = value_of(given[at], alike=at in alike) if at is not None else None
     known = isinstance(number, int | float) and not isinstance(number, bool)
     return (abs(float(number)), at) if known else (None, None)
@@ -205,6 +204,14 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return bool(one[0] == other[0]) and _equal(one[1], other[1])
     return bool(one == other)
+
+
+def _differ(first: tuple[Any, Tensor], value: tuple[Any, Tensor]) -> bool:
+    """Whether two looks hold other elements; of a single row nobody has seen that all are the same."""
+    if first[0] == value[0]:
+        return not _equal(first[1], value[1])
+    one, many = (first[1], value[1]) if first[0] is None else (value[1], first[1].flatten())
+    return None in (first[0], value[0]) and _equal(many, many[:1].expand_as(many)) and not _equal(one, many[:1])
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
