@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import onecard as oc
 from onecard.errors import RecordingError
-from onecard.static.passes import additive
+from onecard.static.passes import elements
 from onecard.testing import run_ranks
 
 N, PARTS = 5, [2, 4] if PROOF else [2]
@@ -158,7 +158,7 @@ def test_parts_side_by_side_have_no_element_in_common() -> None:
             {begin + sum(i * s for i, s in zip(at, strides, strict=True)) for at in product(*map(range, shape))}
             for begin in begins
         )
-        if additive._are_apart(x, y):
+        if elements.are_apart(x, y):
             apart += 1
             assert not one & other, (shape, strides, begins)
     assert apart > 500
