@@ -666,6 +666,23 @@ def own_wide_weights(at: At) -> Seen:
 
 
 @habit
+def closure_with_penalty(at: At) -> Seen:
+    """ZeRO's weights are distributed tensors, and so is a loss that they are added to: its mean is of all ranks' data."""
+    net, opt = at.wrap(Net(), sgd)
+    losses = []
+    for x, y in at.batches():
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            opt.zero_grad()
+            loss = at.loss(net, x, y) + 0.05 * sum(p.square().sum() for p in net.parameters())
+            loss.backward()
+            return loss.detach()
+
+        losses.append(at.mean(opt.step(closure)))
+    return at.ended(net, *losses)
+
+
+@habit
 def other_mode_later(at: At) -> Seen:
     """``eval`` in the middle of training: dropout ends."""
     net: Any = Net()
@@ -721,6 +738,7 @@ _TABLE: list[tuple[str, tuple[str, ...], str]] = [
     ("norm_of_gradients curvature", _HANDS, "create_graph=True"),
     ("norm_of_gradients curvature graph_kept", (*PIPELINES, *STAGES[1:]), NO_GRAPH),
     ("norm_of_gradients tied_later as_one_vector", STAGES[:1], "operands live on two meshes"),
+    ("closure_with_penalty", STAGES, "operands live on two meshes"),
     ("tied_later as_one_vector", STAGES[1:], "operands live on two meshes"),
     (f"{_ADDED} layer_exchanged_in_evaluation", _SHARDED, "is (set|removed) after group_sharded_parallel"),
     ("converted_later", (*_SHARDED, *_CUT_BLOCKS), "is now .*float64|would become .*float64|keeps its dtype"),
@@ -729,6 +747,7 @@ _TABLE: list[tuple[str, tuple[str, ...], str]] = [
     ("batches_of_other_sizes", PIPELINES, "is not accumulate_steps"),
 ]
 REFUSED |= {(name, level): words for names, levels, words in _TABLE for name in names.split() for level in levels}
+NO_SENSE |= {("closure_with_penalty", level): "a rank's penalty is of its own stage's weights" for level in PIPELINES}
 NO_SENSE |= {("layer_exchanged_in_evaluation", level): "the new layer is on no mesh" for level in STAGES}
 _ONE_RANK = "one rank has the layer, and refuses it for all: its end is theirs"
 NO_SENSE |= {

@@ -38,7 +38,8 @@ def column(chosen: list[tuple[str, str]], plant: Callable[[], None] | None = Non
 def test_what_was_wrong_is_one_card_or_refused(level: str) -> None:
     """Layers that come while a model is in evaluation, modes that change in mid-run, conversions, layers without shapes."""
     names = ("layer_exchanged_in_evaluation", "other_mode_later", "converted_later", "lazy_layer")
-    for wrong in run_ranks(column, 2, [(name, level) for name in names], timeout=amount(120, 1200)):
+    chosen = [*((name, level) for name in names), *[("closure_with_penalty", "os_g")] * (level == "dp")]
+    for wrong in run_ranks(column, 2, chosen, timeout=amount(120, 1200)):
         assert not wrong, "\n".join(f"{cell}: {fault}" for cell, fault in wrong.items())
 
 

@@ -259,11 +259,11 @@ def test_random_numbers_of_a_step() -> None:
     """``python -m fuzz.kept`` has more of them."""
     found = [kept.judged(seed) for seed in range(400, 416)]
     assert "wrong" not in found and found.count("equal") >= 5, found
-    found = [kept.judged(seed, marks=True) for seed in range(400, 412)]
-    assert "wrong" not in found and found.count("equal") >= 3, found
+    found = [kept.judged(seed, marks=True) for seed in range(400, 408)]
+    assert "wrong" not in found and found.count("equal") >= 2, found
     with pytest.MonkeyPatch.context() as patch:  # a mean for a sum
         patch.setattr("onecard.static.passes.merge._Merge._of_batch", _first_ones)
-        found = [kept.judged(seed) for seed in range(400, 416)]
+        found = [kept.judged(seed) for seed in range(400, 408)]
     assert "wrong" in found, found
 
 

@@ -181,6 +181,8 @@ def mean_loss(loss: Any, parameters: Iterable[Tensor]) -> Any:
     group = next((data for p in parameters if (data := holders.data_of(p)) is not None), None)
     if loss is None or group is None or group.size == 1:
         return loss
+    if isinstance(loss, DistTensor):  # with a penalty on weights that ZeRO has cut; of this rank's data all the same
+        loss = loss.full_tensor()
     mine = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
     whole = plain.all_reduce(mine.clone(), group, "avg", call="closure")
     return whole if isinstance(loss, Tensor) else whole.item()
