@@ -37,6 +37,7 @@ from onecard.static.step.step import ANEW, MISS
 from onecard.static.whole_batch import first_replay
 from onecard.train.zero.blocks import as_parts, reached
 
+_ALONE = nullcontext()
 ENOUGH = 2  # recordings that were not what the step does: after so many it runs as it is
 
 
@@ -185,7 +186,7 @@ class Static:
         return recorded(self.fn, leaves, names, tree, self._options, self._whole)[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with joint_step(name_of(self.fn), self._ranks) if self._ranks else nullcontext():
+        with joint_step(name_of(self.fn), self._ranks) if self._ranks else _ALONE:
             if self._sketched:
                 if faked.here or world.alone.here:
                     return self._as_it_is(args, kwargs)
@@ -195,7 +196,9 @@ class Static:
                 result = self._as_it_is(args, kwargs)
                 self._whole = rows_of((args, kwargs), result) if self._parts else None
                 return result
-            with as_parts(lambda: not self._bound or self._bound[0].updates) if reached.here else nullcontext():
+            if not reached.here:  # without a context, which costs each replay a microsecond
+                return self._by_recording(args, kwargs)
+            with as_parts(lambda: not self._bound or self._bound[0].updates):
                 return self._by_recording(args, kwargs)
 
     def _by_recording(self, args: Any, kwargs: Any) -> Any:
@@ -274,10 +277,7 @@ class Static:
         if self._sketched and self._unlike >= ENOUGH:
             raise RecordingError(f"{said}{bound.checks.found}. A step that is cut into stages cannot run as it is")
         then = "runs as it is from now on" if self._unlike >= ENOUGH else "is recorded anew"
-        warnings.warn(
-            f"{said}{bound.checks.found}. The step {then}; ONECARD_CHECK=0 compares nothing",
-            stacklevel=4,
-        )
+        warnings.warn(f"{said}{bound.checks.found}. The step {then}; ONECARD_CHECK=0 compares nothing", stacklevel=4)
 
     def _miss(self, args: Any, kwargs: Any, agreed: bool = False) -> Any:
         """A call that fits no recording; ``agreed``: here it does, and another rank has to record it anew."""
@@ -371,10 +371,7 @@ class Static:
 
 
 _LATER = {
-    "a generator": inspect.isgeneratorfunction,
-    "a coroutine": inspect.iscoroutinefunction,
+    "a generator": inspect.isgeneratorfunction, "a coroutine": inspect.iscoroutinefunction,
     "an asynchronous generator": inspect.isasyncgenfunction,
-}
-
-
+}  # fmt: skip
 __all__ = ["Optimizer", "Static", "record", "to_static"]
