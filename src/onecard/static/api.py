@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -144,8 +143,7 @@ class Static:
     """What ``to_static`` returns: called like the function; see there."""
 
     def __init__(self, fn: Callable[..., Any], options: StaticOptions | None = None) -> None:
-        if kind := next((kind for kind, asks in _LATER.items() if asks(fn)), ""):
-            raise refusals.runs_later(name_of(fn), kind)
+        refusals.check_runs_now(name_of(fn), fn)
         self._options = options or StaticOptions()
         if self._options.stages is not None and not isinstance(self._options.stages, Microbatches):
             raise RecordingError(
@@ -370,8 +368,4 @@ class Static:
         return f"Static({name_of(self.fn)}, {len(self._bound)} recordings)"
 
 
-_LATER = {
-    "a generator": inspect.isgeneratorfunction, "a coroutine": inspect.iscoroutinefunction,
-    "an asynchronous generator": inspect.isasyncgenfunction,
-}  # fmt: skip
 __all__ = ["Optimizer", "Static", "record", "to_static"]

@@ -25,7 +25,7 @@ from onecard.comm.base.record import user_line
 from onecard.errors import PlanError
 from onecard.static.capture.sketch import Sketch
 from onecard.static.guards.held import NOTHING, HeldValues
-from onecard.static.guards.results import taken_apart, tensors_inside
+from onecard.static.guards.results import in_parts, tensors_inside
 from onecard.static.guards.unchanged import is_plain
 from onecard.static.passes.additive import Additive
 from onecard.static.passes.dependence import ADDS, ALIKE, MIXED, ROWS, UNKNOWN, Kind, Verdict, placed
@@ -123,7 +123,7 @@ class RowLook:
             looker,
             hooks,
         ):
-            out = in_parts(functional_call(self.module, state, args, kwargs, strict=False))
+            out = in_parts(functional_call(self.module, state, args, kwargs, strict=False), "a model")
             self._check_given(given, args, kwargs)
             results = tree_leaves(out)
             looker.returned(out)
@@ -259,11 +259,6 @@ def _line(fault: Exception) -> str:
 def _is_of_rows(looker: Additive, x: Tensor) -> bool:
     kind = looker.of(x)
     return kind is not None and kind.how in _OF_ROWS
-
-
-def in_parts(out: Any) -> Any:
-    """What a model gives back, objects taken apart: a dataclass, a cache of keys and values."""
-    return taken_apart(out, "a model", lambda x: isinstance(x, nn.Module), lambda _: False)
 
 
 @contextmanager

@@ -17,10 +17,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from onecard._torch.hooks import LeftBehind
 from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
 from onecard.auto.stages.between import BetweenStages
-from onecard.auto.stages.look import RowLook, in_parts, numbers_kept
+from onecard.auto.stages.look import RowLook, numbers_kept
 from onecard.errors import PlanError
 from onecard.place.layout import Layout
 from onecard.place.parts import axes_of
+from onecard.static.guards.results import in_parts
 from onecard.tensor import DistTensor, reshard
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.moves import FromLocal, ToLocal
@@ -74,7 +75,7 @@ class InMicrobatches(LeftBehind):
             with self.between.within(k), draws.microbatch(k), nullcontext() if k == self.count - 1 else numbers_kept():
                 given, named = tree_unflatten(part, tree)
                 self.between.way = 0
-                found.append(in_parts(self.forward(*given, **named)))
+                found.append(in_parts(self.forward(*given, **named), "a model"))
             self._check_way(self.between.way, leaves, cut, tree)
         made, out = [tree_leaves(one) for one in found], tree_flatten(found[0])[1]
         whole = [

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from onecard._torch.names import register_pytree_node, tree_leaves, tree_map, tree_unflatten
 from onecard.errors import RecordingError
@@ -65,11 +64,9 @@ def taken_apart(
     return tree_map(part, result)
 
 
-def in_parts(result: Any) -> Any:
-    """A result of the step as the recording would have it, where nobody knows what of it was there before; or as it is."""
-    with suppress(RecordingError):
-        return taken_apart(result, "", lambda _: False, lambda _: False)
-    return result
+def in_parts(result: Any, name: str) -> Any:
+    """A result with its objects in parts, as ``taken_apart``, where nobody knows what was there before; but modules were."""
+    return taken_apart(result, name, lambda x: isinstance(x, nn.Module), lambda _: False)
 
 
 def apart_as(result: Any, tree: Any) -> Any:

@@ -68,9 +68,8 @@ class RowNumbers:
         if call.schema.functional in SCALES:
             number, at = _number(call.values.get("other"), given, kinds, ours)
             self.number, self.first = number, self._note(call, "scale", number)
-            at = (
-                at if self.before is None or self.first is not None else None
-            )  # it is compared as a tensor, as it was then
+            if self.before is not None and self.first is None:
+                at = None  # it is compared as a tensor, as it was then
             self.follows = None not in (self.first, number) and self._power() is None
         for name in TERMS.get(call.schema.functional, ()):
             number, at = _number(call.values.get(name), given, kinds, ours)

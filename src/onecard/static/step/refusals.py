@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -178,11 +180,17 @@ def argument_of_the_program(argument: str, place: str) -> RecordingError:
     )
 
 
-def runs_later(name: str, kind: str) -> RecordingError:
-    """The error for a function whose body runs after it has returned."""
-    return RecordingError(
-        f"{name} is {kind}: its body runs after the call, where nothing is recorded. Return a list of the results"
-    )
+def check_runs_now(name: str, fn: Callable[..., Any]) -> None:
+    """A function whose body runs after it has returned is refused."""
+    kinds = {
+        "a generator": inspect.isgeneratorfunction,
+        "a coroutine": inspect.iscoroutinefunction,
+        "an asynchronous generator": inspect.isasyncgenfunction,
+    }
+    if kind := next((kind for kind, asks in kinds.items() if asks(fn)), ""):
+        raise RecordingError(
+            f"{name} is {kind}: its body runs after the call, where nothing is recorded. Return a list of the results"
+        )
 
 
 def sends_by_itself(name: str, instead: str) -> RecordingError:
