@@ -13,10 +13,10 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "onecard"
 # Low to high (docs/design/architecture.md). A module may import from its own layer and from lower ones.
 LAYERS = [
-    "_version", "_needed", "_deprecated", "_addresses", "_garbage", "errors", "elsewhere", "_torch", "recorded", "place",
-    "machine", "moves", "random", "rules", "comm", "tensor", "as_json", "train", "checkpoint", "static", "pipeline", "fleet",
-    "planning", "auto", "integrations", "engine", "paddle", "reports", "testing", "proof", "launch", "doctor", "commands",
-    "cli", "__main__",
+    "_version", "_needed", "_deprecated", "_addresses", "_garbage", "_import_time", "errors", "elsewhere", "_torch", "recorded",
+    "place", "machine", "moves", "random", "rules", "comm", "tensor", "as_json", "train", "checkpoint", "static", "pipeline",
+    "fleet", "planning", "auto", "integrations", "engine", "paddle", "reports", "testing", "proof", "launch", "_on_demand",
+    "doctor", "commands", "cli", "__main__",
 ]  # fmt: skip
 MAX_LINES = 380
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,8 +1,12 @@
 """onecard: write for one card, train on any mesh, same numbers."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from onecard import _needed as _needed  # first: it says of an old torch what is missing
+
+# isort: split
+from onecard import _import_time
 
 # isort: split
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -13,13 +17,11 @@ from onecard import fleet as fleet
 from onecard._torch.patches import unpatch
 from onecard._version import __version__ as __version__
 from onecard.as_json import from_json, to_json
-from onecard.auto.apply import parallelize
 from onecard.checkpoint import load_state_dict, save_state_dict
 from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
 from onecard.comm.issue import differentiable as differentiable
 from onecard.comm.world.pretend import pretend
 from onecard.elsewhere import refuse as _refuse
-from onecard.engine import Accuracy, DistModel, Engine, InputSpec, Strategy, to_static
 from onecard.fleet.front.collective import (
     ReduceOp,
     all_gather,
@@ -51,22 +53,11 @@ from onecard.fleet.front.exchanges import (
 )
 from onecard.fleet.layers.splitting import split
 from onecard.fleet.layers.tokens import token_mean
-from onecard.launch.spawning import spawn
 from onecard.machine.cost import Link, Machine
 from onecard.pipeline.cut.stages import Stages
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
-from onecard.planning.job import JobCost, PieceCost, RankCost
-from onecard.planning.plan import Plan
-from onecard.planning.price import price
-from onecard.planning.search.api import plan
-from onecard.planning.search.plans import Choice, Plans
-from onecard.planning.transformer import Transformer
-from onecard.proof.api import prove
-from onecard.proof.report import Divergence, Proof
-from onecard.reports.experts import ExpertBalance
 from onecard.reports.messages import Report, explain, no_implicit_communication
-from onecard.reports.operators import Coverage, coverage
 from onecard.rules import register_rule
 from onecard.static import Recording, Static, load_recording, record
 from onecard.tensor import (
@@ -121,8 +112,22 @@ __all__ = [
 ]  # fmt: skip
 
 
+if _TYPE_CHECKING:
+    from onecard._on_demand import *  # noqa: F403
+
+
 def __getattr__(name: str) -> _Any:
+    if name in __all__:
+        from onecard import _on_demand
+
+        globals().update((each, getattr(_on_demand, each)) for each in _on_demand.__all__)
+        return globals()[name]
     return _addresses.module_or(lambda _, name: _addresses.of_paddle(name, _refuse))(__name__, name)
 
 
+def __dir__() -> list[str]:
+    return [*{*globals(), *__all__}]
+
+
 _deprecated.install(_deprecated.TABLE)
+_import_time.over()

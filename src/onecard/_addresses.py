@@ -105,9 +105,11 @@ def module_or(refuse: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
 
 def of_house(name: str, refuse: Callable[[str], NoReturn]) -> Any:
     """What ``onecard.paddle.NAME`` is that is not its own: onecard's."""
-    held = vars(sys.modules["onecard"])
-    home = None if name in held or name.startswith("_") else home_of(name)
-    return held[name] if name in held else importlib.import_module(home) if home else refuse(name)
+    house = sys.modules["onecard"]
+    if name in vars(house) or name in house.__all__:
+        return getattr(house, name)
+    home = None if name.startswith("_") else home_of(name)
+    return importlib.import_module(home) if home else refuse(name)
 
 
 def of_paddle(name: str, refuse: Callable[[str], NoReturn]) -> Any:

@@ -241,7 +241,9 @@ def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # The loaded ones of these are needed by test modules; importing them in each rank would cost more than the test.
     loaded = [name for name in ("pytest", "hypothesis") if name in sys.modules]
-    context.set_forkserver_preload(["onecard.testing", *loaded, *_wanted, "onecard.testing._preload"])
+    context.set_forkserver_preload(
+        ["onecard.testing", "onecard._on_demand", *loaded, *_wanted, "onecard.testing._preload"]
+    )
     return context
 
 
