@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from onecard.auto.entrance import Entrance
 from onecard.auto.first_batch import first_batch
 from onecard.auto.stages.laid_out import in_stages
 from onecard.auto.swap import lay_out
+from onecard.comm.base.warned import warn
 from onecard.comm.world import world
 from onecard.errors import NothingFits, PlanError
 from onecard.machine.cost import MACHINE, Machine
@@ -93,10 +93,9 @@ class Applied:
         check(plan, plan.world if world.alone.here else world.get_world_size(), beside)
         self.plan, self._in_stages = plan, plan.pp > 1 and "pp" not in beside
         if self._in_stages and plan.microbatches > 1 and plan.schedule != _ALL_FIRST:
-            warnings.warn(
+            warn(
                 f"parallelize: schedule={plan.schedule!r}: in a loop of its own a model goes through its stages as {_ALL_FIRST}: "
                 f"all {plan.microbatches} microbatches are kept for backward. A schedule needs a recorded step: {_STEP}",
-                stacklevel=3,
             )
         copies, parts = plan.replicas, plan.dp // plan.replicas
         degrees = (("pp", plan.pp), ("replicas", copies), ("dp", parts), ("tp", plan.tp))
@@ -175,11 +174,10 @@ def _tell_undivided(plan: Plan, model: nn.Module) -> None:
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())} if plan.tp > 1 else {}
     if plan.tp > 1 and not any(placed_by(plan.placements, name, ("tp",))[0].is_shard() for name in named):
         tp, name = plan.tp, next((name for name, x in named.items() if x.ndim > 1), "weight")
-        warnings.warn(
+        warn(
             f"parallelize: tp={tp}: the plan's placements divide no parameter of {type(model).__name__} along 'tp': its {tp} "
             f'ranks compute the same. Plan(tp={tp}, placements=(("{name}", "tp: Shard(0)"), ...)) divides some; oc.plan(...) '
             "finds placements that gain",
-            stacklevel=3,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,6 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from onecard._torch import fakes
 from onecard._torch.hooks import without_products
 from onecard._torch.names import without_weak_weights
+from onecard.comm.base.warned import warn
 from onecard.errors import PlanError
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
@@ -139,7 +139,7 @@ def _put(
         else:
             made: Any = lay(unmade.source(tensor), mesh, placements)
             if shared and _memory(made._local) != _memory(tensor):
-                warnings.warn(f"{name}: {_APART}", stacklevel=4)
+                warn(f"{name}: {_APART}")
             become(tensor, made)
     except RuntimeError as fault:
         raise PlanError(
@@ -148,5 +148,5 @@ def _put(
         ) from fault
     if grad is not None:
         if (leaves or zero) and users(grad) > 1:
-            warnings.warn(f"the gradient of {name}: {_APART}", stacklevel=4)
+            warn(f"the gradient of {name}: {_APART}")
         tensor.grad = lay(grad, mesh, placements)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from onecard.checkpoint.reader import loading
 from onecard.checkpoint.reader.changes import Change
 from onecard.checkpoint.writer import saving
 from onecard.checkpoint.writer.saving import Saving
+from onecard.comm.base.warned import warn
 from onecard.comm.world import world
 from onecard.errors import CheckpointError
 
@@ -166,7 +166,7 @@ def latest(folder: Place) -> Path | None:
     """
     found, skipped = folders.latest_step(Path(folder))
     for other in skipped if world.get_rank() == 0 else ():
-        warnings.warn(f"skipped step {other.step}: {other.problem}", CheckpointWarning, stacklevel=2)
+        warn(f"skipped step {other.step}: {other.problem}", CheckpointWarning)
     return found
 
 

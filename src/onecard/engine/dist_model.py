@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ class DistModel:
 
 
 def to_static(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | None = None,
     loader: Any = None,
     loss: Callable[..., Any] | None = None,
     optimizer: Any = None,
@@ -117,7 +118,7 @@ def to_static(
 
     Args:
         fn: a function of a whole step, or a module that is replayed without gradients: see ``onecard.static.api.to_static`` for
-            the options. Or the layer of a ``DistModel``.
+            the options. Or the layer of a ``DistModel``. None: a decorator with these options.
         loader: what batches are read from, as in Paddle; the batches themselves are given to each call.
         loss, optimizer, strategy, metrics: of a ``DistModel``, as an ``Engine`` takes them.
         plan: how a step runs on many ranks: an ``oc.Plan``, the path of one's file, or "auto": the best one, in one microbatch,
@@ -135,7 +136,13 @@ def to_static(
         True
         >>> to_static(lambda x: x * 2)(torch.ones(1))
         tensor([2.])
+        >>> @to_static(limit=4)
+        ... def twice(x):
+        ...     return x * 2
     """
+    if fn is None:
+        given = dict(loader=loader, loss=loss, optimizer=optimizer, strategy=strategy, metrics=metrics, plan=plan)
+        return functools.partial(to_static, **given, **options)
     if plan is not None:
         if any(given is not None for given in (loader, loss, optimizer, strategy, metrics)):
             raise EngineError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from onecard.auto import swap
+from onecard.comm.base.warned import warn
 from onecard.comm.world import world
 from onecard.engine.options import PIPELINE, axis_of, pipeline_degree, sharding_degree, stage_of
 from onecard.engine.strategy import Strategy
@@ -218,10 +218,9 @@ def lay_out(
 
 
 def _told(name: str, fault: PlanError) -> None:
-    warnings.warn(
+    warn(
         f"Engine: {name} is replaced by another object, so that lists of parameters which the program keeps hold the old one, "
         f"which is not trained: {fault}",
-        stacklevel=5,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from onecard.auto.apply import STAGES
 from onecard.auto.swap import lay_out
+from onecard.comm.base.warned import warn
 from onecard.errors import PlanError
 from onecard.paddle import layer_plans, split_points
 from onecard.paddle.layer_plans import LayerPlan
@@ -115,7 +115,7 @@ def _matched(model: nn.Module, plans: Mapping[str, Any]) -> list[_Found]:
         layers = [(name, ()) for name in modules if re.fullmatch(key, name)] or _by_parameter(modules, key)
         if not layers:
             text = f"parallelize: mp_config: {type(model).__name__} has no layer {key!r}: nothing is done for it"
-            warnings.warn(text, stacklevel=3)
+            warn(text)
         found += [(name, modules[name], p, p.placements(modules[name], own)) for name, own in layers for p in wanted]
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,6 +16,7 @@ from onecard._torch.names import tree_leaves, tree_unflatten
 from onecard.comm.agree import check
 from onecard.comm.agree.joint import joint_step
 from onecard.comm.base.state import faked, unrecorded
+from onecard.comm.base.warned import warn
 from onecard.comm.world import world
 from onecard.errors import RecordingError
 from onecard.static.call import flat, name_of, recorded, sketched_again
@@ -36,7 +36,6 @@ from onecard.static.step.step import ANEW, MISS
 from onecard.static.whole_batch import first_replay
 from onecard.train.zero.blocks import as_parts, reached
 
-_ALONE = nullcontext()
 ENOUGH = 2  # recordings that were not what the step does: after so many it runs as it is
 
 
@@ -184,20 +183,26 @@ class Static:
         return recorded(self.fn, leaves, names, tree, self._options, self._whole)[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with joint_step(name_of(self.fn), self._ranks) if self._ranks else _ALONE:
-            if self._sketched:
-                if faked.here or world.alone.here:
-                    return self._as_it_is(args, kwargs)
-                self._look_at_batch(tree_leaves((args, kwargs)))
-            elif check.on or faked.here or unrecorded.here or not self._warm or self._unlike >= ENOUGH:
-                self._warm = True
-                result = self._as_it_is(args, kwargs)
-                self._whole = rows_of((args, kwargs), result) if self._parts else None
-                return result
-            if not reached.here:  # without a context, which costs each replay a microsecond
-                return self._by_recording(args, kwargs)
-            with as_parts(lambda: not self._bound or self._bound[0].updates):
-                return self._by_recording(args, kwargs)
+        if not self._ranks:  # a context costs each replay a microsecond, also one that does nothing
+            return self._alone(args, kwargs)
+        with joint_step(name_of(self.fn), self._ranks):
+            return self._alone(args, kwargs)
+
+    def _alone(self, args: Any, kwargs: Any) -> Any:
+        """A call, as this rank does it."""
+        if self._sketched:
+            if faked.here or world.alone.here:
+                return self._as_it_is(args, kwargs)
+            self._look_at_batch(tree_leaves((args, kwargs)))
+        elif check.on or faked.here or unrecorded.here or not self._warm or self._unlike >= ENOUGH:
+            self._warm = True
+            result = self._as_it_is(args, kwargs)
+            self._whole = rows_of((args, kwargs), result) if self._parts else None
+            return result
+        if not reached.here.data:  # type: ignore[attr-defined]  # at each replay: len() of a WeakSet is three calls
+            return self._by_recording(args, kwargs)
+        with as_parts(lambda: not self._bound or self._bound[0].updates):
+            return self._by_recording(args, kwargs)
 
     def _by_recording(self, args: Any, kwargs: Any) -> Any:
         """A call that a recording does, or that is recorded."""
@@ -214,7 +219,7 @@ class Static:
                 checks.calls += 1
                 if self._parts is not None:
                     for said in self._recounted.told(bound.recording, tree_leaves((args, kwargs))):
-                        warnings.warn(f"{name_of(self.fn)}: k_steps={self._parts.k_steps}: {said}", stacklevel=3)
+                        warn(f"{name_of(self.fn)}: k_steps={self._parts.k_steps}: {said}")
                 if bound is not self._bound[0]:
                     self._bound.remove(bound)
                     self._bound.insert(0, bound)
@@ -275,7 +280,7 @@ class Static:
         if self._sketched and self._unlike >= ENOUGH:
             raise RecordingError(f"{said}{bound.checks.found}. A step that is cut into stages cannot run as it is")
         then = "runs as it is from now on" if self._unlike >= ENOUGH else "is recorded anew"
-        warnings.warn(f"{said}{bound.checks.found}. The step {then}; ONECARD_CHECK=0 compares nothing", stacklevel=4)
+        warn(f"{said}{bound.checks.found}. The step {then}; ONECARD_CHECK=0 compares nothing")
 
     def _miss(self, args: Any, kwargs: Any, agreed: bool = False) -> Any:
         """A call that fits no recording; ``agreed``: here it does, and another rank has to record it anew."""
@@ -303,14 +308,13 @@ class Static:
                 )
             if not self._full:
                 self._full = True
-                warnings.warn(
+                warn(
                     f"{name_of(self.fn)}: {self._options.limit} recordings, and none fits; calls that fit none run as they are "
                     f"from now on. {why}",
-                    stacklevel=4,
                 )
             return self._as_it_is(args, kwargs)
         if self._bound:
-            warnings.warn(f"{name_of(self.fn)} is recorded anew: {why}", stacklevel=4)
+            warn(f"{name_of(self.fn)} is recorded anew: {why}")
         held = HeldValues([self.fn, *leaves] if self._parts is not None else [])
         recording, result = recorded(self.fn, leaves, names, tree, self._options, self._whole)
         if self._sketched:

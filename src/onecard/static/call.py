@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from onecard._torch.graphs import emptied
 from onecard._torch.names import tree_flatten
 from onecard.comm.base.state import faked
+from onecard.comm.base.warned import warn
 from onecard.comm.issue.groups import Group
 from onecard.errors import OnecardError, RecordingError
 from onecard.static.capture.autocast import autocast
@@ -143,7 +143,7 @@ def _recorded(
         recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
         roots = [root for _, root in capture.places.roots]
         if said := capture.left_behind():
-            warnings.warn(f"{name}: {said}", stacklevel=5)
+            warn(f"{name}: {said}")
         capture.seen.settle(capture.places.roots)
         once_more = sketched and again and not faked.here and _sets_up(capture)
         if not once_more:
@@ -256,10 +256,9 @@ def _tell_multiple(name: str, parts: Microbatches, seen: Verdict | None) -> None
     """Of a mean that is asked to be added up: gradients are another multiple of the batch's."""
     if seen is not None and is_mean(seen) and parts.k_steps > 1:
         first = "" if parts.sketched else "; those of the first call, which ran as it is, were the batch's"
-        warnings.warn(
+        warn(
             f"{name}: k_steps={parts.k_steps}, avg=False: the loss is a mean over rows, whose gradients are added up over "
             f"microbatches: {parts.k_steps} times those of the batch{first}. avg=True, or no avg, averages them",
-            stacklevel=6,
         )
 
 
@@ -275,7 +274,7 @@ def _check_repeated(capture: Capture, name: str, parts: Microbatches | None) -> 
                 f"{name}: {said}. Or draw with torch, whose numbers are new in each replay: "
                 "torch.where(torch.rand(()) < 0.7, block(x), x)"
             )
-        warnings.warn(said, stacklevel=6)
+        warn(said)
 
 
 def _alike(
@@ -298,15 +297,14 @@ def _alike(
             if not agreed.apart:
                 break
             withheld.here = withheld.here | {agreed.apart}
-            warnings.warn(
+            warn(
                 f"{recording.name}: the pass {agreed.apart!r} is left out: after it ranks would send other messages than each "
                 f"other, as their parts differ. to_static(..., without=[{agreed.apart!r}]) says so from the beginning",
-                stacklevel=5,
             )
     finally:
         withheld.here = before
     if options.memory_limit is not None and peak > options.memory_limit:
-        warnings.warn(_too_large(recording.name, peak, options.memory_limit), stacklevel=5)
+        warn(_too_large(recording.name, peak, options.memory_limit))
     return found, agreed.lines
 
 

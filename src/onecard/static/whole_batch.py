@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor, fx
 
 from onecard._torch.names import tree_unflatten
 from onecard.comm.base.record import user_line
+from onecard.comm.base.warned import warn
 from onecard.errors import OnecardError, RecordingError
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
@@ -44,10 +44,9 @@ def first_replay(
     """What a step in microbatches gives that was just recorded; as it is, where it has changed itself what it reads."""
     if (result := bound.replay(args, kwargs)) is not MISS:
         return result
-    warnings.warn(
+    warn(
         f"{name}: {bound.seen_differs()}: the step changes what it reads itself, so that no recording of it fits, and this call "
         "runs as it is, on the whole batch",
-        stacklevel=5,
     )
     held.all_back()
     return as_it_is()
@@ -86,10 +85,9 @@ class WholeBatch:
         capture = self._capture(self.leaves, answers)
         self._run(capture)
         if answers.questions and self.parts.avg:
-            warnings.warn(
+            warn(
                 f"{self.name}: avg=True means a loop over microbatches, and {answers.questions[0].line} asks for values of the "
                 "batch: the whole batch is asked, and all its microbatches go that way",
-                stacklevel=7,
             )
         return WholeQuestions(answers.questions, capture)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onecard.comm.base.warned import warn
 from onecard.tensor import DistTensor
 from onecard.tensor.deferred.calls import storage_of
 
@@ -49,9 +49,8 @@ def tell_parted(module: nn.Module, call: str) -> None:
         for j in others:
             (one, x), (other, y) = plain[i], plain[j]
             if isinstance(x, nn.Parameter) or isinstance(y, nn.Parameter):
-                warnings.warn(
+                warn(
                     f"{call}: {other} has memory in common with {one}, by .data or as a view, and gets memory of its own: what "
                     f"is written to one is not the other's. Parameters that are one object stay one (a.weight = b.weight). Of "
                     "a view, compute it where it is used",
-                    stacklevel=3,
                 )

@@ -6,10 +6,11 @@ them as they are: rates change places at the schedule's next step, or a group th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from onecard.comm.base.warned import warn
 
 BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 """Lists of torch's schedules with an entry for each group."""
@@ -90,9 +91,8 @@ class GroupOrders:
             if len(self.orders) == 1:
                 value.update(self.orders[0].follow(dict(value), before))
             elif moved:
-                warnings.warn(
+                warn(
                     f"{path!r} is a schedule's state dict, whose lists follow the groups of an optimizer, and the groups of one "
                     f"of the {len(self.orders)} optimizers stand otherwise than they were saved. Which is the schedule's is not "
                     "known: its lists are as they were saved. Give the schedule itself in place of its state dict",
-                    stacklevel=2,
                 )

@@ -14,7 +14,6 @@ import atexit
 import json
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,6 +27,7 @@ from onecard.comm.agree import claims
 from onecard.comm.agree.claims import Claim
 from onecard.comm.base import attempt, record
 from onecard.comm.base.state import Kept
+from onecard.comm.base.warned import warn
 from onecard.comm.world import world
 from onecard.errors import CommunicationError
 
@@ -149,10 +149,9 @@ def same_parts(call: str, ranks: Iterable[int], local: Tensor, part: tuple[int, 
     found = _exchange(tuple(sorted(ranks)), entry)
     telling = local.is_floating_point() and local.numel() >= 8 and bool((local != local.flatten()[0]).any())
     if telling and len({e.why for e in found.values()}) > 1 and len({e.digest for e in found.values()}) == 1:
-        warnings.warn(
+        warn(
             f"{call} at {entry.line}: ranks {sorted(found)} all give equal values, {claims.first(local)}, as different parts, "
             f"so that the whole holds them {len(found)} times. {cure}",
-            stacklevel=5,
         )
 
 

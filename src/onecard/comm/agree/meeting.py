@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from onecard.comm.base import attempt, failed, flight, record
 from onecard.comm.base.state import Kept
+from onecard.comm.base.warned import warn
 from onecard.comm.world import gone, world
 from onecard.errors import CommunicationError
 
@@ -99,9 +99,7 @@ class _Waits:
                 return self._said(missing or ranks, "do not come" if never else limit)
             if missing and waited >= _PATIENCE and not self._quiet and self._main:
                 self._quiet = True
-                warnings.warn(
-                    self._said(missing, f"have not come for {waited:.0f} s, and are waited for"), stacklevel=2
-                )
+                warn(self._said(missing, f"have not come for {waited:.0f} s, and are waited for"))
         return ""
 
     def _for_this_one(self, rank: int) -> bool:

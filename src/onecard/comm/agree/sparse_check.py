@@ -13,7 +13,6 @@ trip to the store. ``ONECARD_CHECK=0`` switches it off; ``ONECARD_CHECK=1`` comp
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -29,6 +28,7 @@ from onecard._torch.modes import values_are_there
 from onecard.comm.agree import agree, check, claims, prints
 from onecard.comm.base import attempt, record
 from onecard.comm.base.state import Kept
+from onecard.comm.base.warned import warn
 from onecard.comm.world import world
 from onecard.errors import CommunicationError
 
@@ -203,7 +203,7 @@ def _differs(
     text = f"{operator} at {at}: {name} {belief}, but it differs between ranks (seen at call {count})"
     if len(set(names.values())) == 1 and prints.rounding(*found.values()):
         if _once(label):
-            warnings.warn(f"{text}\n{shown}\n{_ROUNDING}", stacklevel=2)
+            warn(f"{text}\n{shown}\n{_ROUNDING}")
         return
     stop(f"{text}; some of its values:\n{shown}\n{cure}. {_HOW}")
 
@@ -236,10 +236,9 @@ def parts(where: Site, call: str, local: Tensor, part: tuple[int, ...], cure: st
     def answered(rank: int, word: str) -> None:
         theirs, other = word.split(FIELD)
         if theirs != str(part) and bits == other and _once(where.label):
-            warnings.warn(
+            warn(
                 f"{call} at {line}: ranks {rank} and {world.get_rank()} give equal values, {values}, as different parts, so "
                 f"that the whole holds them more than once. {cure}",
-                stacklevel=2,
             )
 
     where.ask(f"{part}{FIELD}{bits}", answered)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from onecard.comm.base import attempt
 from onecard.comm.base.state import Kept
+from onecard.comm.base.warned import warn
 from onecard.errors import CommunicationError
 
 
@@ -89,10 +89,9 @@ class Together:
                 )
             if rank not in self.told and does != TURNS and not come:
                 self.told.add(rank)
-                warnings.warn(
+                warn(
                     f"rank {self.me} waits in {self.name} (call {self.number}), to which rank {rank} has not come since it "
                     f"failed. Rank {rank} says: {why}",
-                    stacklevel=2,
                 )
         return ""
 

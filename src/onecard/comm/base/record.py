@@ -71,15 +71,21 @@ def _users(name: str) -> bool:
         return known
 
 
-def user_line(inner: FrameType | None = None) -> str:
-    """The innermost line on the stack, or from a frame on, that is neither onecard's nor PyTorch's."""
+def user_frame(inner: FrameType | None = None) -> FrameType | None:
+    """The innermost frame on the stack, or from one on, that is neither onecard's nor PyTorch's."""
     frame: FrameType | None = inner or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if _is_users[name] if name in _is_users else _users(name):
-            return f"{name}:{frame.f_lineno}"
+            return frame
         frame = frame.f_back
-    return _again.here or "?"
+    return None
+
+
+def user_line(inner: FrameType | None = None) -> str:
+    """The line at which that frame is."""
+    frame = user_frame(inner or sys._getframe(1))
+    return _again.here or "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 _again: Kept[str] = Kept(str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from onecard._torch import names as _torch
 from onecard._torch import patches
 from onecard.comm.base import attempt
+from onecard.comm.base.warned import warn
 from onecard.comm.shm import functional, futex, peers, rendezvous
 from onecard.comm.shm.group import ShmGroup, alive
 from onecard.comm.shm.other_devices import unrecorded
@@ -98,10 +98,9 @@ def _warn(rank: int, ranks: list[int], reason: str) -> None:
     global _warned
     if rank == 0 and not _warned:
         _warned = True
-        warnings.warn(
+        warn(
             f"the ranks {ranks} cannot share memory, so they use Gloo instead of shm, which is slower: {reason}. "
             'ONECARD_BACKEND=gloo (or init_process_group("gloo")) chooses it without this warning.',
-            stacklevel=2,
         )
 
 

@@ -9,7 +9,6 @@ import atexit
 import os
 import socket
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from onecard.comm import shm
 from onecard.comm.base import attempt, flight
 from onecard.comm.base.state import Kept
+from onecard.comm.base.warned import warn
 from onecard.comm.world import each_host, interface, schedulers
 from onecard.errors import CommunicationError
 from onecard.place import mesh as _mesh
@@ -111,7 +111,7 @@ def init() -> None:
         _join()
     elif _told.doubt and not _doubted.here:
         _doubted.here = True
-        warnings.warn(_told.doubt, stacklevel=2)
+        warn(_told.doubt)
     while waiting.here and dist.is_initialized():
         waiting.here.pop(0)()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from onecard._torch import names as _torch
 from onecard.comm.base.state import arrives
+from onecard.comm.base.warned import warn
 from onecard.comm.issue import plain, trace
 from onecard.comm.issue.ranks import Ranks, as_ranks
 from onecard.comm.world import world
@@ -234,11 +234,10 @@ class MoELayer(nn.Module):
         )
         size = rows * self.d_model * next(self.gate.parameters()).element_size()
         if rows > LOUD * share and size > LEAST:
-            warnings.warn(
+            warn(
                 f"MoELayer: {rows} rows, {size / 2**20:.0f} MiB for each tensor of {self.d_model} numbers a row, come to the "
                 f"experts of rank {world.get_rank()}, whose share is {share:.0f}: the router is out of balance. A capacity "
                 '(gate={"type": "topk", "capacity": 1.25}) bounds them; a balance loss evens them out',
-                stacklevel=5,
             )
 
     def _enter(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

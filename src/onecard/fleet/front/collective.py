@@ -6,13 +6,13 @@ gradients is refused here, because its gradient would be wrong in silence.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onecard.comm.base.warned import warn
 from onecard.comm.issue import collectives, differentiable, plain, started
 from onecard.comm.issue.by_gpu import way
 from onecard.comm.issue.handle import Handle
@@ -221,10 +221,9 @@ def irecv(tensor: Tensor, src: int, group: Ranks | None = None, tag: int = 0) ->
 
 def _untagged(call: str, tag: int, group: Ranks) -> None:
     if tag and group.process_group is not None and way(group.process_group) is not None:
-        warnings.warn(
+        warn(
             f"{call}(tag={tag}): NCCL has no tags: messages between two ranks arrive in the order in which they are sent. "
             'Receive them in that order; or, for tensors on the CPU: init_process_group("cpu:gloo,cuda:nccl")',
-            stacklevel=3,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard.comm.base.warned import warn
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
@@ -91,7 +91,7 @@ class PipelineParallel(DistributedModel):
                 f"train_batch([x, y], optimizer): want a torch optimizer of model.parameters(), not {type(optimizer).__name__}"
             )
         if not self.module.training:
-            warnings.warn(_TRAINS, stacklevel=2)
+            warn(_TRAINS)
             self.module.train()
         loss = self.forward_backward_pipeline(data, scaler)
         if scaler is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from onecard._torch import patches
 from onecard._torch.uncompiled import untraced
+from onecard.comm.base.warned import warn
 from onecard.errors import FleetError
 from onecard.fleet.front.pipeline_parallel import PipelineParallel
 from onecard.fleet.front.wrapped import DistributedModel
@@ -140,10 +140,9 @@ def _check_norms(model: nn.Module) -> None:
         for name, p in m.named_parameters(path, recurse=False)
     }
     if parallel and plain_ones and not any(held(p).sums for p in plain_ones.values()):
-        warnings.warn(
+        warn(
             f"sequence-parallel layers, but no parameter is marked: should {next(iter(plain_ones))} see a part of the sequence "
             "on each rank, its gradient will lack the others' part: fleet.mark_as_sequence_parallel_parameter(parameter)",
-            stacklevel=3,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch.distributed.tensor import Replicate
 from onecard._torch.graphs import emptied
 from onecard.comm.base import own
 from onecard.comm.base.state import machine
+from onecard.comm.base.warned import warn
 from onecard.comm.issue import again, groups
 from onecard.comm.world import world
 from onecard.errors import RecordingError, ScheduleError
@@ -227,7 +227,7 @@ class Stages(Microbatches):
             made, weave = woven(made, schedule, ranks, name)
             mine = on_rank(made, weave, place)
         if trains and not recording.makes_states and (said := _without_parameters(recording, weave, self.at)):
-            warnings.warn(f"{recording.name}: {said}", stacklevel=6)
+            warn(f"{recording.name}: {said}")
         emptied(weave.places.graph)
         return mine
 

@@ -10,7 +10,6 @@ is known by the rules of what it calls, where they know; and it is seen again wh
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -22,6 +21,7 @@ from onecard import recorded
 from onecard._torch.names import fakes, tree_leaves
 from onecard.comm.base import record
 from onecard.comm.base.state import Kept
+from onecard.comm.base.warned import warn
 from onecard.errors import ScheduleError
 from onecard.pipeline.run.loss_calls import LossCalls, bends_sums
 from onecard.pipeline.run.loss_probe import (
@@ -122,20 +122,18 @@ class Shares:
     def _tell_branch(self, i: int) -> None:
         if not self._told:
             self._told = True
-            warnings.warn(
+            warn(
                 f"the loss calls other operators for microbatch {i} than for the first one: a branch on values goes by each "
                 "microbatch's own, where one card asks the whole batch once. What is decided for the batch should be computed "
                 "ahead of the step; what is for a row belongs in torch.where(condition, a, b)",
-                stacklevel=2,
             )
 
     def _tell_bend(self, where: str) -> None:
         """Of what no value that was tried has shown; a guard (isfinite, a count that may be 0) is not to be shown."""
         if where.partition(" ")[0] not in _GUARDS:
-            warnings.warn(
+            warn(
                 f"whether the loss of a batch follows from those of its microbatches goes by values: {where}. It did for all "
                 f"that were tried; where it does not, a pipeline computes another loss. If that is meant, {HOW}",
-                stacklevel=2,
             )
 
     def _check_values(self, value: Any) -> None:

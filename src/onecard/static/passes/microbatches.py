@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from onecard._torch.names import tree_leaves
+from onecard.comm.base.warned import warn
 from onecard.errors import RecordingError
 from onecard.place.layout import is_merged
 from onecard.static.guards.results import in_parts
@@ -144,7 +144,7 @@ class Microbatches:
         if refused:
             raise RecordingError(f"{name}: k_steps={self.k_steps}: {'. Also, '.join(refused)}. {_MEANT}")
         for doubt in doubts:
-            warnings.warn(f"{name}: k_steps={self.k_steps}: {doubt.words}", stacklevel=6)
+            warn(f"{name}: k_steps={self.k_steps}: {doubt.words}")
 
     def counting(self, recording: AnyStep, seen: Verdict | None = None) -> AnyStep:
         """The recording of the first microbatch, which divides by what the whole batch counts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from onecard.comm.agree.meeting import come
 from onecard.comm.base import failed, record
 from onecard.comm.base.failed import StoppedBefore
 from onecard.comm.base.state import Kept, faked
+from onecard.comm.base.warned import warn
 from onecard.comm.issue import collectives, trace
 from onecard.comm.issue.groups import Group, group
 from onecard.comm.issue.ranks import of_ranks
@@ -113,7 +113,7 @@ def all_or_none(name: str, what: str, ranks: Callable[[], Sequence[int]]) -> Ite
         return
 
     def slow(missing: list[int]) -> None:
-        warnings.warn(f"{name}: rank(s) {missing} have not come to record it yet; waiting for them", stacklevel=5)
+        warn(f"{name}: rank(s) {missing} have not come to record it yet; waiting for them")
 
     words, missing = come(channel, together, slow)
     if failed := {rank: said for rank, said in words.items() if said}:
@@ -161,9 +161,7 @@ def all_record(name: str, lines: Sequence[Group], why: str) -> None:
     )
 
     def slow(missing: list[int]) -> None:
-        warnings.warn(
-            f"{words} {missing}, it seems, which have not come to record it anew; waiting for them", stacklevel=5
-        )
+        warn(f"{words} {missing}, it seems, which have not come to record it anew; waiting for them")
 
     if failed.doing.here is not None:
         failed.doing.here.turns(f"{why or 'nothing is known to differ'}. {_ALIKE}")

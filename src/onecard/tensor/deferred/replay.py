@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onecard._torch.names import tree_leaves, tree_map
+from onecard.comm.base.warned import warn
 from onecard.comm.issue import groups
 from onecard.comm.world import world
 from onecard.errors import DispatchError
@@ -89,10 +89,9 @@ def _known(tensor: Tensor) -> tuple[DeferredCalls, Slot]:
 def _tell(tensor: Tensor, why: str, nbytes: int | None = None) -> None:
     nbytes = tensor.nbytes if nbytes is None else nbytes
     if nbytes > LARGE:
-        warnings.warn(
+        warn(
             f"deferred_init makes {describe(tensor)} whole on every rank for a moment ({nbytes / 2**20:.0f} MiB): {why}",
             GatheredOperatorWarning,
-            stacklevel=3,
         )
 
 

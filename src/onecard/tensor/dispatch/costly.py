@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from onecard._torch.names import in_backward
 from onecard.comm.base import record
 from onecard.comm.base.state import Kept, machine
+from onecard.comm.base.warned import warn
 from onecard.comm.issue import trace
 from onecard.moves import resharding
 from onecard.place.layout import Layout
@@ -115,6 +115,5 @@ def _tell(operator: str, sent: int, what: str, bound: str) -> None:
     if len(_told.here) >= MANY:
         _told.here.clear()
     _told.here.add((operator, source))
-    file, _, line = source.rpartition(":")
     words = f"{operator} sends {sent:,} bytes from this rank to {what}{bound}. {CURE}"
-    warnings.warn_explicit(words, CostlyExpertsWarning, file or "?", int(line) if line.isdigit() else 0)
+    warn(words, CostlyExpertsWarning)

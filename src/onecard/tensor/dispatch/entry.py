@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from onecard.comm.agree import check
 from onecard.comm.base import record
 from onecard.comm.base.state import Kept, faked
+from onecard.comm.base.warned import warn
 from onecard.comm.issue import trace
 from onecard.errors import DispatchError
 from onecard.recorded import unrecorded
@@ -177,10 +177,9 @@ def _tell_unproved(func: Any) -> None:
     name = row_name(func)
     if name in unproved:
         unproved.discard(name)
-        warnings.warn(
+        warn(
             f"{name} at {record.user_line()} runs by a rule that was registered without verify=, so that nobody has proved "
             f"it. If a value is wrong, suspect it first: onecard.register_rule({name!r}, ..., verify=[a sample call])",
-            stacklevel=3,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from onecard._torch import names as _torch
 from onecard._torch.names import no_dispatch, tree_leaves, tree_map
-from onecard.comm.base import record
 from onecard.comm.base.state import Kept, machine
+from onecard.comm.base.warned import warn
 from onecard.errors import DispatchError, OnecardError, each_ranks_own
 from onecard.moves import resharding
 from onecard.place.layout import Layout
@@ -342,12 +341,9 @@ def _warn(func: Any, operands: list[DistTensor]) -> None:
     )
     if torch.Tag.dynamic_output_shape in func.tags:
         cure = "The shape of its result depends on data, so no rule can divide it"
-    file, _, line = record.user_line().rpartition(":")
-    warnings.warn_explicit(
+    warn(
         f"{schema.name}.{schema.overload or 'default'} has no sharding rule: its operands were gathered ({sent} bytes sent by "
         f"this rank, "
         f"{', '.join(repr(t._spec) for t in operands[:4])}). The result is right. {cure}",
         GatheredOperatorWarning,
-        file or "?",
-        int(line) if line.isdigit() else 0,
     )

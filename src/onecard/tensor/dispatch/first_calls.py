@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from onecard._torch.names import tree_map
 from onecard.comm.base import record
 from onecard.comm.base.state import Kept, machine
+from onecard.comm.base.warned import warn
 from onecard.comm.issue.run import run as run_steps
 from onecard.comm.world import pretend
 from onecard.errors import OnecardError, RuleError
@@ -116,10 +116,9 @@ def _comparable(func: Any, operands: Sequence[DistTensor]) -> bool:
 def _say_random(func: Any) -> None:
     if func not in _random.here:
         _random.here.add(func)
-        warnings.warn(
+        warn(
             f"{func} draws random numbers, so that its rule, registered without verify=, cannot be compared with the operator "
             "on whole tensors: nobody has proved it",
-            stacklevel=2,
         )
 
 

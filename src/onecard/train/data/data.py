@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
@@ -17,6 +16,7 @@ from onecard._torch.names import tree_leaves
 from onecard.comm.agree import clock
 from onecard.comm.base import record
 from onecard.comm.base.state import machine
+from onecard.comm.base.warned import warn
 from onecard.comm.issue import collectives, groups
 from onecard.errors import DispatchError, LayoutError
 from onecard.moves.resharding import Step
@@ -255,13 +255,12 @@ _DONE = "onecard: no more batches"
 
 
 def _warn_late(number: int) -> None:
-    warnings.warn(
+    warn(
         f"shard_dataloader: of batch {number} collate_fn makes other rows of this rank's samples than of all, where it made the "
         "same before; so from here on each rank reads whole batches, as one card. Parts are compared in batches 1, 2, 4, 8, ...: "
         "those before may have been such batches, too. Do what takes samples of a batch together in the step, or from the "
         "first batch on",
         UserWarning,
-        stacklevel=4,
     )
 
 

@@ -9,7 +9,6 @@ Source: FSDP (Zhao et al., arXiv 2304.11277).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from onecard._torch.hooks import LeftBehind
 from onecard._torch.leaves import outside_transforms
 from onecard._torch.names import tree_leaves
 from onecard.comm.base.state import Kept
+from onecard.comm.base.warned import warn
 from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, start_gather
 from onecard.tensor.spec import Spec
@@ -207,11 +207,10 @@ class ParameterBlocks:
                 kept = [(ref, at) for ref, at in piece.kept if ref() is not None]
                 piece.kept = [(ref, at) for ref, at in kept if at == self.steps]  # put aside, and perhaps back again
                 if len(kept) > len(piece.kept):
-                    warnings.warn(
+                    warn(
                         f"the program keeps weight.data or weight.detach() of a parameter {[*piece.whole_spec.shape]} of block "
                         f"{unit.name!r}: whole parameters are given up after use, and what is kept has the values of that time. "
                         "Keep what model.parameters() gives, which follows later updates, or a clone()",
-                        stacklevel=2,
                     )
 
     def given(self, x: Any) -> None:

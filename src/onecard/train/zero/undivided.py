@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from onecard.comm.base.record import user_line
 from onecard.comm.base.state import Kept, faked
+from onecard.comm.base.warned import warn
 from onecard.comm.issue import trace
 from onecard.comm.world import world
 from onecard.tensor import DistTensor
@@ -35,10 +35,9 @@ def tell(params: Iterable[Any]) -> None:
             "A model divides the rows of the first tensor that it is called with; fewer rows than ranks are whole on each: take "
             "larger batches, or fewer ranks"
         )
-    warnings.warn(
+    warn(
         f"{user_line()}: nothing is divided along {name!r}: each of its {sizes[name]} ranks has read the whole batch and "
         f"computes all of it. {cure}",
-        stacklevel=2,
     )
 
 
