@@ -31,6 +31,8 @@ POSITIONS = (
     "i = y.argsort(); t = i // 1; loss = (e * t).mean() * 0.1",
     "i = y.argsort(); j = torch.empty_like(i); j[i] = torch.arange(len(y)); loss = (e * j).mean() * 0.1",
     "i = y.argsort(); s = e[i]; loss = (s * y).mean()",
+    "i = y.argsort(); s = e.gather(0, i); loss = (s * y).mean()",
+    "i = o.argsort(0); loss = (o.gather(0, i) * y[:, None]).mean()",
     "i = y.argsort(); b = torch.zeros_like(e); b[:] = e[i]; loss = (b * y).mean()",
 )
 APART = (
@@ -41,6 +43,7 @@ APART = (
     "i = y.argsort(); b = torch.empty_like(e); b[i] = e[i] * 2; loss = (b * y).mean()",
     "i = y.argsort(); loss = (torch.zeros_like(e).scatter(0, i, e[i]) * y).mean()",
     "i = e.argsort(descending=True); loss = (torch.zeros_like(e).index_add(0, i // 1, e[i]) * y).mean()",
+    "i = y.argsort(); loss = (o.gather(0, i[:, None].expand(-1, 2)) * y[i][:, None]).square().mean()",
     "loss = e.sort().values.square().mean()",
     "place = (o > 0).long().cumsum(1); loss = (o * place).mean()",
 )
@@ -81,18 +84,21 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x).softmax(-1).topk(TOP, -1)
         ids, perm = chosen.reshape(-1).sort()
-        ends = self.counts(ids).cumsum(0, dtype=torch.int32)
+        counts = self.counts(ids)
+        ends = counts.cumsum(0).int() if self.back == "gather" else counts.cumsum(0, dtype=torch.int32)
         if self.back == "token":
             token = torch.arange(len(x))[:, None].expand(-1, TOP).reshape(-1)[perm]
         else:
             token = perm // TOP
-        hidden = F.gelu(F.grouped_mm(x[token], self.up, offs=ends) + self.bias[ids])
+        wide = token[:, None].expand(-1, WIDE)
+        sent = x.gather(0, wide) if self.back == "gather" else x[token]
+        hidden = F.gelu(F.grouped_mm(sent, self.up, offs=ends) + self.bias[ids])
         made = F.grouped_mm(hidden, self.down, offs=ends)
         made = made * (weights[token, perm % TOP] if self.back == "choice" else weights.reshape(-1)[perm])[:, None]
-        return self.added(made, perm, token, x)
+        return torch.zeros_like(x).scatter_add(0, wide, made) if self.back == "gather" else self.added(made, perm, token, x)
 
     def counts(self, ids: Tensor) -> Tensor:
-        if self.back == "histc":
+        if self.back in ("histc", "gather"):  # the latter as torchtitan
             return torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
         return F.one_hot(ids, EXPERTS).sum(0)
 
@@ -156,7 +162,7 @@ def mixture(back: str, tokens: int = 1) -> nn.Module:
 
 
 @pytest.mark.share(8)
-@pytest.mark.parametrize("back", ["argsort", "token", "choice", "index_add", "copy", "put", "histc", "scatter"])
+@pytest.mark.parametrize("back", ["argsort", "token", "choice", "index_add", "copy", "put", "histc", "scatter", "gather"])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_experts(back: str, tokens: int) -> None:
     if tokens > 1 and back == "token":

@@ -81,6 +81,16 @@ class Orders:
         how = ORDER if points is not None else kind.how
         return [replace(kind, how=how, dim=dim + at.dim, before=at.before, size=at.size, order=at.order, points=points)]
 
+    def _gathered(self, call: Call, given: Sequence[Tensor], kinds: Known, seen: Sequence[Tensor]) -> Found:
+        """``x.gather(0, token.expand(-1, width))``: what is repeated of such numbers is the same in all columns."""
+        (x, _), (kind, at) = given, kinds
+        dim = call.values["dim"] % max(x.dim(), 1)
+        if kind is None or kind.how != ROWS or at is None or at.points is None:
+            return None
+        if not at.dim == kind.dim == dim or x.shape[dim] != at.points.length or _entries(kind) != _rows_of(at.points):
+            return None
+        return [replace(kind, before=at.before, size=at.size, order=at.order)]
+
     def _divided(self, call: Call, given: Sequence[Tensor], kinds: Known, seen: Sequence[Tensor]) -> Found:
         """``perm // k`` names the row that an entry is of, or the token of a row, ``perm % k`` which of its entries it is."""
         kind, number = kinds[0], call.values.get("other")
@@ -159,6 +169,10 @@ class Orders:
             return None
         return [replace(kind, counts=True)]
 
+    def _cast(self, call: Call, given: Sequence[Tensor], kinds: Known, seen: Sequence[Tensor]) -> Found:
+        """Counts that ``histc`` gives as floats are whole numbers: nothing of them is rounded off."""
+        return [kinds[0]] if kinds[0] is not None and kinds[0].counts else None
+
     def _in_groups(self, call: Call, given: Sequence[Tensor], kinds: Known, seen: Sequence[Tensor]) -> Found:
         """Sorted rows by the matrix of their group, which ends where the counts of the groups say."""
         kind, weights, ends = kinds[0], given[1], kinds[-1]
@@ -170,9 +184,11 @@ class Orders:
 
 _USES = {
     "sort": Orders._sorted, "argsort": Orders._sorted, "index": Orders._picked, "index_select": Orders._picked,
+    "gather": Orders._gathered,
     "floor_divide": Orders._divided, "div": Orders._divided, "remainder": Orders._divided, "index_put": Orders._put,
     "scatter": Orders._put, "index_copy": Orders._put, "index_add": Orders._added, "scatter_add": Orders._added,
     "histc": Orders._counted, "bincount": Orders._counted, "cumsum": Orders._ends,
+    "_to_copy": Orders._cast,
     "_grouped_mm": Orders._in_groups,
 }  # fmt: skip
 
