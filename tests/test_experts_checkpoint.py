@@ -153,6 +153,24 @@ def steps(model: nn.Module, optimizer: Any, count: int) -> None:
 APART = [f"*experts.{e}.up.*" for e in range(EXPERTS)]
 
 
+@pytest.mark.parametrize("idle", [0, 3])
+def test_counts_of_steps_that_differ_are_told(tmp_path, idle):
+    """An expert without tokens has no gradient, so that its optimizer counts fewer steps; a stack has one count."""
+    model = Listed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    steps(model, optimizer, 1)
+    for e in (e for e in range(EXPERTS) if e != idle):
+        model.experts[e]["up"].weight.grad = torch.ones(6, 4)
+    optimizer.step()
+    oc.checkpoint.save({"model": model, "optimizer": optimizer}, tmp_path / "list")
+    stacked = Stacked()
+    state = {"model": stacked, "optimizer": torch.optim.AdamW(stacked.parameters(), lr=0.1)}
+    counts = (1.0, 2.0) if not idle else (2.0, 1.0)
+    said = rf"taken from the first: 'optimizer\S*up.weight\S*step' is {counts[0]}, and '\S*step' was {counts[1]}$"
+    with pytest.warns(oc.checkpoint.CheckpointWarning, match=said):
+        oc.checkpoint.load(tmp_path / "list", state, changes=[Stack(APART, "*experts.up.*")])
+
+
 def from_a_list(folder: str) -> list[Tensor]:
     """A stack, cut along ep, that goes on where a list of experts ended; and saves itself."""
     mesh, model = oc.ProcessMesh([0, 1], ["ep"]), Stacked()

@@ -95,7 +95,11 @@ class Experts(nn.Module):
         hidden = F.gelu(F.grouped_mm(sent, self.up, offs=ends) + self.bias[ids])
         made = F.grouped_mm(hidden, self.down, offs=ends)
         made = made * (weights[token, perm % TOP] if self.back == "choice" else weights.reshape(-1)[perm])[:, None]
-        return torch.zeros_like(x).scatter_add(0, wide, made) if self.back == "gather" else self.added(made, perm, token, x)
+        return (
+            torch.zeros_like(x).scatter_add(0, wide, made)
+            if self.back == "gather"
+            else self.added(made, perm, token, x)
+        )
 
     def counts(self, ids: Tensor) -> Tensor:
         if self.back in ("histc", "gather"):  # the latter as torchtitan
@@ -162,7 +166,9 @@ def mixture(back: str, tokens: int = 1) -> nn.Module:
 
 
 @pytest.mark.share(8)
-@pytest.mark.parametrize("back", ["argsort", "token", "choice", "index_add", "copy", "put", "histc", "scatter", "gather"])
+@pytest.mark.parametrize(
+    "back", ["argsort", "token", "choice", "index_add", "copy", "put", "histc", "scatter", "gather"]
+)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_experts(back: str, tokens: int) -> None:
     if tokens > 1 and back == "token":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from onecard.checkpoint.format.index import name_of
@@ -59,7 +59,7 @@ class Rename:
 class Fuse:
     """Several tensors of the checkpoint that are one in the state, after one another along ``dim``: q, k and v; gate and up.
 
-    What has no dims (an optimizer's count of steps) is taken from the first.
+    What has no dims (an optimizer's count of steps) is taken from the first; where the others' is another, a warning says so.
 
     Example:
         >>> Fuse(["*.q.weight", "*.k.weight", "*.v.weight"], "*.qkv.weight").names("0.k.weight")
@@ -101,17 +101,22 @@ class Fuse:
     def _joined(self, parts: Sequence[tuple[str, Virtual]]) -> Virtual:
         name, first = parts[0]
         if not first.shape:
-            return first
+            return _first(parts)
         dim = _dim(self, name, first, self.dim)
         _alike(self, parts, dim)
         return joined([part for _, part in parts], dim)
+
+
+def _first(parts: Sequence[tuple[str, Virtual]]) -> Virtual:
+    first = parts[0][1]
+    return replace(first, beside=(*first.beside, *parts[1:]))
 
 
 @dataclass(frozen=True)
 class Stack(Fuse):
     """Several tensors of the checkpoint that are one in the state, in a new dim ``dim``: experts that were modules of a list.
 
-    What has no dims (an optimizer's count of steps) is taken from the first.
+    What has no dims (an optimizer's count of steps) is taken from the first; where the others' is another, a warning says so.
 
     Example:
         >>> Stack([f"*.experts.{e}.up.*" for e in range(8)], "*.experts.up.*").names("0.experts.3.up.weight")
@@ -121,7 +126,7 @@ class Stack(Fuse):
     def _joined(self, parts: Sequence[tuple[str, Virtual]]) -> Virtual:
         first = parts[0][1]
         if not first.shape:
-            return first
+            return _first(parts)
         _alike(self, parts, None)
         raised = [part.raised(self.dim % (len(first.shape) + 1)) for _, part in parts]
         return joined(raised, self.dim % (len(first.shape) + 1))

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from onecard.checkpoint.format.crc import crc32
 from onecard.checkpoint.format.files import InputFile
-from onecard.checkpoint.format.folder import check_size
+from onecard.checkpoint.format.folder import CheckpointWarning, check_size
 from onecard.checkpoint.format.index import BLOCK, File, FilePiece
 from onecard.checkpoint.format.pieces import BUFFER, memory
 from onecard.checkpoint.reader.virtual import View, Virtual, stretches
+from onecard.comm.base.warned import warn
 from onecard.errors import CheckpointError
 from onecard.place import boxes
 from onecard.place.boxes import Box
@@ -31,12 +32,20 @@ class Reader:
         self._stack = ExitStack()
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.bytes_read = 0
+        self._unlike: list[str] = []
 
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+        if self._unlike:
+            found, self._unlike = self._unlike, []
+            more = f"; so are {len(found) - 1} others" if found[1:] else ""
+            warn(
+                f"of tensors that become one, what has no dims is taken from the first: {found[0]}{more}",
+                CheckpointWarning,
+            )
 
     def file(self, name: str) -> InputFile:
         """A file, checked when it is opened: its size, and what comes before the data."""
@@ -70,6 +79,11 @@ class Reader:
                 place = place.reshape(*place.shape, *[1] * len(fixed)) if fixed else place
                 place = place.permute(_inverse((*view.order, *fixed)))
                 self._read(name, virtual.dtype, view, ranges, place)
+        for other, beside in virtual.beside:
+            self.read(other, beside, need, theirs := torch.empty_like(out, device="cpu"))
+            if theirs != out.cpu():
+                self._unlike.append(f"{name!r} is {out.item()}, and {other!r} was {theirs.item()}")
+                break
 
     def _read(self, name: str, dtype: torch.dtype, view: View, ranges: Box, place: Tensor) -> None:
         """Ranges of a piece, in the file's order of dims."""

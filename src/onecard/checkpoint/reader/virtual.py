@@ -44,11 +44,18 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Virtual:
-    """A tensor that can be read: its dtype in the files, its shape, and its views, which are all of it."""
+    """A tensor that can be read.
+
+    Attributes:
+        dtype: in the files.
+        shape, views: these are all of it.
+        beside: others, by their names, that are not read in its place, as they are the same; where they are not, it is told.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     views: tuple[View, ...]
+    beside: tuple[tuple[str, Virtual], ...] = ()
 
     @staticmethod
     def of(entry: IndexEntry) -> Virtual:
