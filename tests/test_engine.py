@@ -244,6 +244,13 @@ def merged() -> Made:
     return oc.Engine(model, nn.CrossEntropyLoss(), sgd(model), oc.Accuracy(), merge), samples()
 
 
+def merged_under_zero() -> Made:
+    """On one rank, too: nothing is asked where a tensor without data lies."""
+    model = linear()
+    config = {"gradient_merge": {"enable": True, "k_steps": 2}, "sharding": {"enable": True, "stage": 2}}
+    return oc.Engine(model, nn.CrossEntropyLoss(), sgd(model), strategy=config), samples()
+
+
 def scaled_half() -> Made:
     model = linear()
     config = {"amp": {"enable": True, "dtype": "float16", "init_loss_scaling": 4.0, "custom_black_list": ["linear"]}}
@@ -252,7 +259,8 @@ def scaled_half() -> Made:
 
 HABITS: list[Callable[[], Made]] = [
     lambda_loss, own_parameters, several_optimizers, dict_batches, loss_of_the_model, two_of_each, no_labels, ignored_labels,
-    hooks_and_names, states_from_before, merged, scaled_half,
+    hooks_and_names, states_from_before, merged,
+    merged_under_zero, scaled_half,
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onecard import recorded
+from onecard._torch import fakes
 from onecard.comm.base import record
 from onecard.comm.base.state import Kept, machine
 from onecard.comm.issue import collectives, groups
@@ -317,7 +318,7 @@ def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool, label
     own, sources = [cut.x._local for cut in bucket], [recorded.source_of(cut.x) for cut in bucket]
     if line.process_group is None:
         for cut, mine in zip(bucket, own, strict=True):
-            if cut.whole.data_ptr() != mine.data_ptr():
+            if not fakes.is_fake(mine) and cut.whole.data_ptr() != mine.data_ptr():
                 cut.whole.copy_(mine)
         return _nothing
     wholes, dims, sizes, counts = _lengths(bucket)
