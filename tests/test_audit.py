@@ -247,6 +247,22 @@ def test_layouts_of_megatron(tmp_path) -> None:
         (7, 8, 8, 7), 1)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("says", "rows"),
+    [
+        ("--tokenizer-type Llama2Tokenizer", 32000),
+        ("--merge-file m.txt", 50257),
+        ("--tokenizer-type X --vocab-size 99", 99),
+    ],
+)
+def test_a_tokenizer_says_how_large_its_vocabulary_is(tmp_path, says, rows):
+    script = tmp_path / "train.sh"
+    script.write_text(f"{ARGUMENTS.replace('--vocab-size 32000', says)} --make-vocab-size-divisible-by 1\n")
+    made = read([script], Given())
+    assert made.transformer is not None and made.transformer.vocab == rows
+    assert [u.value for u in made.understood if u.name == "vocab-size"] == [str(rows)]
+
+
 # -- bad input: one line, with file, line and what works ----------------------------------------------------------------
 # ruff: noqa: E501
 

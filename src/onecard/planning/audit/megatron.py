@@ -14,11 +14,11 @@ from typing import Any
 from onecard.errors import PlanError
 from onecard.planning.audit.arguments import megatron_arguments
 from onecard.planning.audit.audit import Audit, Given, audited, microbatches, share
+from onecard.planning.audit.megatron_vocabulary import vocabulary
 from onecard.planning.audit.needed import missing
 from onecard.planning.audit.settings import Ignored, Settings
 from onecard.planning.fit import Finding
 
-GPT2_VOCABULARY = 50257
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}
 _POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "yarn": "rotary", "none": "none", "alibi": "none"}
 _SHARDS = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -129,7 +129,7 @@ def _model(settings: Settings, tp: int, given: Given, found: list[Finding]) -> d
     grouped = settings.flag("group-query-attention", means="key heads in groups")
     groups = settings.whole("num-query-groups", 1, "kv_heads={}")
     model["kv_heads"] = groups if grouped else 0
-    return model | _experts(settings) | {"vocab": _vocabulary(settings, tp, given, found)}
+    return model | _experts(settings) | {"vocab": vocabulary(settings, tp, given, found)}
 
 
 _EXAMPLES = (("num-layers", 32), ("hidden-size", 4096), ("num-attention-heads", 32), ("seq-length", 2048))
@@ -172,31 +172,6 @@ def _experts(settings: Settings) -> dict[str, int]:
         "expert_ffn": settings.whole("moe-ffn-hidden-size", settings.whole("ffn-hidden-size", 1), "expert_ffn={}"),
         "shared_ffn": settings.whole("moe-shared-expert-intermediate-size", 0, "shared_ffn={}"),
     }
-
-
-def _vocabulary(settings: Settings, tp: int, given: Given, found: list[Finding]) -> int:
-    """Rows of the embedding as they lie in memory: Megatron pads them."""
-    if "vocab" in given.change:
-        return 1
-    said = settings.whole("vocab-size", 0, "{} rows of the vocabulary")
-    fixed = settings.whole("pad-vocab-size-to", settings.whole("padded-vocab-size", 0, "vocab={}"), "vocab={}")
-    multiple = settings.whole(
-        "make-vocab-size-divisible-by", 128, "rows of the vocabulary are padded to a multiple of {} x tp"
-    )
-    if not said and not fixed and settings.has("merge-file"):
-        said = GPT2_VOCABULARY
-        settings.assumed("vocab-size", said, "a file of merges is GPT-2's; --set vocab=... says another")
-    if not said and not fixed:
-        where = f"{settings.file}: does not say how many rows the vocabulary has"
-        raise PlanError(f"{where}; write --vocab-size 128256, or say --set vocab=128256", "vocab-size")
-    padded = fixed or -(-said // (multiple * tp)) * multiple * tp
-    more = padded - said
-    if said and more > 0:
-        words = f"{said:,} rows of the vocabulary are padded to {padded:,}: {more:,} rows ({more / said:.1%}) that no token has"
-        what = f"a multiple of {'--make-vocab-size-divisible-by'} x tp = {multiple * tp}"
-        change = f"the tokenizer's size is no {what}; a smaller one pads less" if more > 0.01 * said else ""
-        found.append(Finding("cost", "vocab", words, change, settings.lines.get("vocab-size", "")))
-    return padded
 
 
 def _stages(settings: Settings, plan: dict[str, Any], layers: int, found: list[Finding]) -> dict[str, Any]:
