@@ -132,10 +132,7 @@ def _sync_twins(chosen: list[Tensor]) -> None:
     todo = [p for p in chosen if held(p).sums and not twins.is_summed(p)]
     for group in _in_order(s for p in todo for s in held(p).sums):
         mine = [p for p in todo if _sums_over(p, group)]
-        missing = [p for p, used in zip(mine, _used(mine, group), strict=True) if used and p.grad is None]
-        for p in missing:
-            p.grad = twins.twin_of(p).zero(p)  # type: ignore[union-attr]
-        twins.finish(missing)
+        twins.fill(p for p, used in zip(mine, _used(mine, group), strict=True) if used and p.grad is None)
         _reduce([p.grad._local for p in mine if isinstance(p.grad, DistTensor)], group, "sum")
     for p in todo:
         twins.note(p)

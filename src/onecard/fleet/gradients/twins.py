@@ -117,6 +117,20 @@ def finish(parameters: Iterable[Any]) -> None:
         reducer.finish()
 
 
+def fill(missing: Iterable[Any]) -> None:
+    """Zeros in place of gradients that this rank has not, cut as the others are, and those that average with it have not either.
+
+    A rank beyond has them. Nobody but these is asked: of other parameters, and on other ranks, none may be missing.
+    """
+    of_reducer: dict[int, tuple[Any, set[Any]]] = {}
+    for p in missing:
+        twin: Any = twin_of(p)
+        p.grad = twin.zero(p)
+        of_reducer.setdefault(id(twin.reducer), (twin.reducer, set()))[1].add(p)
+    for reducer, params in of_reducer.values():
+        reducer.sum_of(params)
+
+
 def is_summed(p: Any) -> bool:
     """Whether other ranks' summands are in its gradient."""
     twin = twin_of(p)

@@ -5,7 +5,7 @@ What is started is awaited at the end of ``backward``, or by whoever reads one o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -99,6 +99,11 @@ class Reducer:
             self._ready[self._bucket_of[param]].pop(param, None)
         for number in range(len(self._left)):
             self._sum(number, [p for p in self._members(number) if _pending(p.grad)], later=False)
+
+    def sum_of(self, params: Collection[DistTensor]) -> None:
+        """Sum now the pending gradients of these, which all ranks of their meshes have: nobody else is asked."""
+        for number in range(len(self._left)):
+            self._sum(number, [p for p in self._members(number) if p in params and _pending(p.grad)], later=False)
 
     def before_step(self) -> None:
         """The optimizer is about to read the gradients."""
