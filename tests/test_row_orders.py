@@ -32,6 +32,8 @@ POSITIONS = (
     "i = y.argsort(); j = torch.empty_like(i); j[i] = torch.arange(len(y)); loss = (e * j).mean() * 0.1",
     "i = y.argsort(); s = e[i]; loss = (s * y).mean()",
     "i = y.argsort(); s = e.gather(0, i); loss = (s * y).mean()",
+    "i = y.argsort(); loss = (e[i].gather(0, i) * y[i]).mean()",
+    "i = y.argsort(); loss = (e[i][i] * y[i]).mean()",
     "i = o.argsort(0); loss = (o.gather(0, i) * y[:, None]).mean()",
     "i = y.argsort(); b = torch.zeros_like(e); b[:] = e[i]; loss = (b * y).mean()",
 )
@@ -191,6 +193,21 @@ def test_a_result_that_is_sorted_is_told() -> None:
         return each.detach().sort().values
 
     with pytest.warns(UserWarning, match="its rows are sorted, each microbatch's by itself"):
+        twice(oc.to_static(step, k_steps=4), torch.randn(ROWS, WIDE))
+
+
+@pytest.mark.parametrize("whole", [torch.Tensor.int, torch.Tensor.round])
+def test_a_sum_that_is_rounded_is_told(whole: Callable[[Tensor], Tensor]) -> None:
+    """Counts of ``histc`` are whole numbers as they are; what each microbatch rounds off of other sums is lost."""
+    net = nn.Linear(WIDE, WIDE)
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        net.zero_grad()
+        each = net(x).square().mean(1)
+        each.mean().backward()
+        return each.detach().mean(), whole(each.detach().sum() * 0.7)
+
+    with pytest.warns(UserWarning, match="_to_copy|round"):
         twice(oc.to_static(step, k_steps=4), torch.randn(ROWS, WIDE))
 
 
