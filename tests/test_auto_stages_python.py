@@ -279,3 +279,25 @@ def test_changes_of_what_is_held_have_their_place():
     held.all_back()
     assert held.changes() == {}
     assert [*names.items()] == [("b", 1), ("a", [2])]
+
+
+class Hooked(Noting):
+    """A hook that is linear in the gradient of an activation."""
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad * 0.5)
+        return self.b(h)
+
+
+def _hooked(microbatches: int) -> torch.Size:
+    model = Hooked("a hook")
+    with oc.pretend(world_size=2, rank=1):
+        oc.parallelize(model, plan=oc.Plan(**{**FIRST, "microbatches": microbatches}))
+        return model(torch.randn(8, 6)).shape
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_what_is_linear_in_gradients_may_be_in_microbatches_of_one_row(microbatches):
+    assert run_ranks(_hooked, 1, microbatches)[0] == (8, 6)

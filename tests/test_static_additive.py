@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -297,6 +298,23 @@ def test_what_is_neither_is_refused(name: str, k: int) -> None:
         RecordingError, match=f"the loss of a microbatch is no part of the batch's loss: {operator} at .*avg=True"
     ):
         trained(loss, lambda step: oc.to_static(step, k_steps=k))
+
+
+def test_a_number_that_moves_by_itself_is_told_as_such() -> None:
+    """It follows no rows: what changes it is named, and the other numbers are compared all the same."""
+    weight, numbers = torch.ones(6, requires_grad=True), itertools.count(1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = (x @ weight).square().sum() / len(y) * (1 + 1 / next(numbers))
+        loss.backward()
+        weight.grad = None
+        return loss.detach()
+
+    run = oc.to_static(step, k_steps=2)
+    (first, second) = itertools.islice(batches(), 2)
+    run(*first)
+    with pytest.warns(UserWarning, match=r"takes the next of numbers at .*: take it before the step"):
+        run(*second)
 
 
 def test_where_it_is_meant_nothing_is_told() -> None:
