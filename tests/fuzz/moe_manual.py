@@ -46,7 +46,7 @@ def draw(seed: int) -> Mixture:
         degrees,
         _gate(r, alone),
         r.choice(kinds),
-        experts=r.choice([4, 6, 7]),
+        experts=r.choice([4, 6, 7, 16]),  # of many, some have tokens of one rank and none of another
         sequence=sequence,
         padded=r.random() < 0.4,
         shared=r.random() < 0.4,
